@@ -1,0 +1,83 @@
+"""Where the time of a script goes, on this machine, for one environment and any of the script's flags.
+
+    taskset -c 0 env XLA_FLAGS="--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1" \\
+        python benchmarks/speed.py ctec_sac_brax --env ant_hardest_maze --num-envs 64 --batch-size 64 \\
+        --encoder-width 256 --replay-size 1100
+"""
+import functools
+import importlib
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+
+def best(function, repeats=3):
+    """(result, seconds of the fastest call); the first call, which compiles, is timed apart: (result, best, first)."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.time()
+        result = jax.block_until_ready(function())
+        times.append(time.time() - start)
+    return result, min(times[1:]), times[0]
+
+
+def main(name, argv):
+    script = importlib.import_module(name)
+    args = script.parse_args(argv)
+    script.check_args(args)
+    env, key, steps = script.make_env(args.env), jax.random.PRNGKey(0), args.num_envs * args.unroll_length
+    print(f"{name} {args.env} on {jax.devices()[0].platform}: {args.num_envs} envs, batch {args.batch_size}, {args.gradient_steps} gradient steps for {steps:,} env steps")
+
+    # the environment alone: random actions, no resets
+    def unroll(state, key):
+        actions = jax.random.uniform(key, (args.unroll_length, args.num_envs, env.action_size), minval=-1.0, maxval=1.0)
+        return jax.lax.scan(lambda state, action: (jax.vmap(env.step)(state, action), None), state, actions)[0]
+
+    env_state = jax.jit(jax.vmap(env.reset))(jax.random.split(key, args.num_envs))
+    unroll = jax.jit(unroll)
+    _, seconds, first = best(lambda: unroll(env_state, key))
+    print(f"env only            {steps / seconds:12,.0f} steps/s   (compiled in {first - seconds:.0f} s)")
+
+    # whole iterations, learning: the replay is filled first
+    state = script.init_state(args, env)
+    stored = sum(x.nbytes for x in jax.tree.leaves(state.replay)) / (args.replay_size * args.num_envs)
+    start = time.time()
+    iterate = script.train_iteration.lower(args, env, state).compile()
+    print(f"train_iteration     compiled in {time.time() - start:.0f} s")
+    while int(state.replay.time) + args.unroll_length < args.learning_starts:
+        state, _, _ = iterate(state)
+    state = jax.block_until_ready(iterate(state)[0])
+    times = []
+    for _ in range(2):
+        start = time.time()
+        state = jax.block_until_ready(iterate(state)[0])
+        times.append(time.time() - start)
+    iteration = min(times)
+    print(f"training            {steps / iteration:12,.0f} steps/s   ({iteration:.2f} s an iteration)")
+    print(f"replay              {stored:12.1f} bytes for each stored step (at most 4 * (state + action + 3) = {4 * (env.state_size + env.action_size + 3)})")
+
+    # the parts of an iteration
+    collect = jax.jit(script.collect, static_argnums=(0, 1))
+    _, collect_seconds, _ = best(lambda: collect(args, env, state, key)[0].visited)
+    ends, ends_seconds, _ = best(functools.partial(jax.jit(script.trajectory_ends), state.replay))
+    draws = min(args.gradient_steps, 100)
+    sample = jax.jit(lambda replay, ends: jax.lax.scan(
+        lambda total, key: (total + sum(jnp.sum(x) for x in jax.tree.leaves(script.sample_batch(key, args, replay, ends))), None),
+        0.0, jax.random.split(key, draws))[0])  # fmt: skip
+    _, sample_seconds, _ = best(lambda: sample(state.replay, ends))
+    sampling = ends_seconds + sample_seconds * args.gradient_steps / draws
+    rest = iteration - collect_seconds - sampling
+    for part, seconds in (("env and policy", collect_seconds), ("sampling", sampling), ("gradient steps", rest)):
+        print(f"  {part:18}{seconds:8.3f} s  {seconds / iteration:4.0%}")
+    print(f"  one gradient step {1e3 * rest / args.gradient_steps:8.2f} ms")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: python benchmarks/speed.py SCRIPT [flags of the script]")
+    main(Path(sys.argv[1]).stem, sys.argv[2:])
