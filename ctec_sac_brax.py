@@ -220,8 +220,8 @@ class BraxMaze(Maze):
 
 
 class AntMaze(BraxMaze):
-    state_size, position_size, cell, xml, timestep, healthy, action_scale = 29, 2, 4.0, "ant.xml", 0.005, (0.2, 1.0), 1.0
-    broad_phase = {"geom_pairs": 8, "contact_points": 12}
+    state_size, position_size, cell, xml, timestep, healthy = 29, 2, 4.0, "ant.xml", 0.005, (0.2, 1.0)
+    broad_phase, action_scale = {"geom_pairs": 8, "contact_points": 12}, 1.0
 
     def edit(self, spec):
         for geom in spec.geoms:  # these meet the walls, and the feet
@@ -236,9 +236,10 @@ class AntMaze(BraxMaze):
     def observe(self, physics, control):
         return EnvState(physics, jnp.concatenate([physics.q, physics.qd]), self.unhealthy(physics))
 
+
 class HumanoidMaze(BraxMaze):
     state_size, position_size, cell, xml, timestep, healthy = 268, 3, 2.0, "humanoid.xml", 0.0015, (1.0, 2.0)
-    broad_phase, action_scale = {"geom_pairs": 16, "contact_points": 16}, 0.4
+    broad_phase, action_scale = {"geom_pairs": 20, "contact_points": 12}, 0.4
 
     def edit(self, spec):
         for geom in spec.geoms:  # every geom meets floor and walls, none another of the robot
@@ -297,8 +298,8 @@ class ArmBinpick:
     default_q = np.array([1.571, 0.742, 0, -1.571, 0, 3.054, 1.449, 0.04, 0.04])
     low, high, start = np.array([-8.0, -8.0, -1.0]), np.array([8.0, 8.0, 4.0]), np.array([-0.3, 0.6])
     grid = (32, 32, 10)
-    outlines = [(x + dx, 0.6 + dy, width, height) for x in (-0.3, 0.3) for dx, dy, width, height in (  # sides of the bins
-        (-0.195, -0.195, 0.39, 0.01), (-0.195, 0.185, 0.39, 0.01), (0.185, -0.185, 0.01, 0.37), (-0.195, -0.185, 0.01, 0.37))]
+    sides = np.array([(-195, -195, 390, 10), (-195, 185, 390, 10), (185, -185, 10, 370), (-195, -185, 10, 370)]) / 1000
+    outlines = [*(sides + (-0.3, 0.6, 0, 0)), *(sides + (0.3, 0.6, 0, 0))]  # of the blue and the red bin
 
     def __init__(self):
         box, spec = mujoco.mjtGeom.mjGEOM_BOX, mujoco.MjSpec()
@@ -312,9 +313,9 @@ class ArmBinpick:
         cube.add_geom(name="cube", type=box, size=(0.03, 0.03, 0.03), density=1000)
         table = dict(name="table", type=mujoco.mjtGeom.mjGEOM_PLANE, pos=(0, 0.2, 0), size=(2.8, 2.4, 0.1))
         spec.worldbody.add_geom(**table)
-        for x, y, width, height in self.outlines:  # the four sides of the blue and of the red bin
-            name, pos = f"bin{len(spec.geoms)}", (x + width / 2, y + height / 2, 0.033)
-            spec.worldbody.add_geom(name=name, type=box, pos=pos, size=(width / 2, height / 2, 0.033))
+        for x, y, width, depth in self.outlines:
+            name, pos = f"bin{len(spec.geoms)}", (x + width / 2, y + depth / 2, 0.033)
+            spec.worldbody.add_geom(name=name, type=box, pos=pos, size=(width / 2, depth / 2, 0.033))
         fixed = [geom.name for geom in spec.geoms if geom.name != "cube"]
         body, motors = spec.worldbody, []
         for row in PANDA:
@@ -333,12 +334,14 @@ class ArmBinpick:
                              range=(0, 0.05), limited=True, damping=5, armature=0.1)  # fmt: skip
             finger.add_geom(name=name, type=box, size=(0.015, 0.005, 0.04), pos=(0, 0.0055, 0.035))
             motors.append((0.09804, 500, 500, (0, 255)))
-        for i, (gain, stiffness, force, limits) in enumerate(motors):  # force = gain * control - stiffness * (q + qd / 10)
-            spec.add_actuator(target=f"joint{i}", trntype=mujoco.mjtTrn.mjTRN_JOINT, gainprm=[gain] + [0] * 9,
-                              biastype=mujoco.mjtBias.mjBIAS_AFFINE, biasprm=[0, -stiffness, -stiffness / 10] + [0] * 7,
-                              ctrllimited=True, ctrlrange=limits, forcelimited=True, forcerange=(-force, force))  # fmt: skip
-        spec.add_equality(type=mujoco.mjtEq.mjEQ_JOINT, objtype=mujoco.mjtObj.mjOBJ_JOINT, name1="joint7", name2="joint8",
-                          data=[0, 1] + [0] * 10, solref=(0.005, 1), solimp=(0.95, 0.99, 0.001, 0.5, 2))  # fmt: skip
+        for i, (gain, stiffness, limit, targets) in enumerate(motors):
+            motor = spec.add_actuator(target=f"joint{i}", trntype=mujoco.mjtTrn.mjTRN_JOINT)
+            motor.gainprm[0], motor.biasprm[1:3] = gain, (-stiffness, -stiffness / 10)  # on control, on q and qd
+            motor.biastype, motor.ctrllimited, motor.forcelimited = mujoco.mjtBias.mjBIAS_AFFINE, True, True
+            motor.ctrlrange, motor.forcerange = targets, (-limit, limit)
+        fingers = dict(objtype=mujoco.mjtObj.mjOBJ_JOINT, name1="joint7", name2="joint8", data=[0, 1] + [0] * 10)
+        tight = dict(solref=(0.005, 1), solimp=(0.95, 0.99, 0.001, 0.5, 2))
+        spec.add_equality(type=mujoco.mjtEq.mjEQ_JOINT, **fingers, **tight)
         for geom in spec.geoms:
             geom.contype = geom.conaffinity = 0
         for name, more in (("hand", ["cube"]), ("left", ["right", "cube"]), ("right", ["cube"]), ("cube", [])):
@@ -353,10 +356,13 @@ class ArmBinpick:
         cube = data.qpos[3:7] / jnp.linalg.norm(data.qpos[3:7])
         pos, quat = [jnp.zeros(3), data.qpos[:3]], [jnp.array([1.0, 0.0, 0.0, 0.0]), cube]  # world, cube
         for i, parent in enumerate(model.body_parentid[2:], 2):  # seven hinges about z, two slides along y
-            x, turn, q = rotate(model.body_pos[i], quat[parent]), multiply(quat[parent], model.body_quat[i]), data.qpos[i + 5]
-            hinge = jnp.stack([jnp.cos(q / 2), 0.0, 0.0, jnp.sin(q / 2)])
-            x, turn = (x, multiply(turn, hinge)) if i < 9 else (x + q * rotate(jnp.array([0.0, 1.0, 0.0]), turn), turn)
-            x, turn = jax.lax.optimization_barrier((pos[parent] + x, turn))
+            x, turn = pos[parent] + rotate(model.body_pos[i], quat[parent]), multiply(quat[parent], model.body_quat[i])
+            q = data.qpos[i + 5]
+            if i < 9:
+                turn = multiply(turn, jnp.stack([jnp.cos(q / 2), 0.0, 0.0, jnp.sin(q / 2)]))
+            else:
+                x = x + q * rotate(jnp.array([0.0, 1.0, 0.0]), turn)
+            x, turn = jax.lax.optimization_barrier((x, turn))
             pos, quat = [*pos, x], [*quat, turn]
         xpos, xquat, geom = jnp.stack(pos), jnp.stack(quat), model.geom_bodyid
         place = jax.vmap(lambda x, turn, local_x, local: (x + rotate(local_x, turn), matrix(multiply(turn, local))))
@@ -364,8 +370,8 @@ class ArmBinpick:
         geom_xpos, geom_xmat = place(xpos[geom], xquat[geom], model.geom_pos, model.geom_quat)
         xmat = jax.vmap(matrix)(xquat)
         xaxis = jnp.concatenate([jnp.array([[0.0, 0.0, 1.0]]), xmat[2:9, :, 2], xmat[9:, :, 1]])
-        data = data.replace(qpos=data.qpos.at[3:7].set(cube), xpos=xpos, xquat=xquat, xmat=xmat, xanchor=xpos[1:], xaxis=xaxis)
-        data = data.replace(xipos=xipos, ximat=ximat, geom_xpos=geom_xpos, geom_xmat=geom_xmat)
+        data = data.replace(qpos=data.qpos.at[3:7].set(cube), xpos=xpos, xquat=xquat, xmat=xmat, xanchor=xpos[1:])
+        data = data.replace(xaxis=xaxis, xipos=xipos, ximat=ximat, geom_xpos=geom_xpos, geom_xmat=geom_xmat)
         for stage in (mjx.com_pos, mjx.crb, mjx.factor_m, mjx.collision, mjx.make_constraint, mjx.transmission,
                       mjx.fwd_velocity, mjx.fwd_actuation, mjx.fwd_acceleration, mjx.solve):  # fmt: skip
             data = stage(model, data)
@@ -404,7 +410,8 @@ class ArmBinpick:
 @functools.cache
 def make_env(name):
     robot, maze = name.split("_")[:2]
-    return ArmBinpick() if robot == "arm" else {"point": PointMaze, "ant": AntMaze, "humanoid": HumanoidMaze}[robot](maze)
+    mazes = {"point": PointMaze, "ant": AntMaze, "humanoid": HumanoidMaze}
+    return ArmBinpick() if robot == "arm" else mazes[robot](maze)
 
 
 # ----------------------------------------------------------------------------------------------------- networks
@@ -686,9 +693,10 @@ def collect(args, env, state, key):
 
     keys = jax.random.split(key_actions, args.unroll_length)
     (env_state, episode_step), (rows, bins, frames) = jax.lax.scan(step, (state.env, state.episode_step), keys)
-    coverage = dict(visited=state.visited.at[bins].set(True), outside=state.outside + jnp.sum(bins == len(state.visited)))
-    replay = replay_insert(state.replay, *rows)
-    return state.replace(env=env_state, episode_step=episode_step, replay=replay, **coverage), frames
+    visited = state.visited.at[bins].set(True)  # a bin past the last one, outside the grid, is dropped here ...
+    outside = state.outside + jnp.sum(bins == len(visited))  # ... and counted here
+    state = state.replace(visited=visited, outside=outside, replay=replay_insert(state.replay, *rows))
+    return state.replace(env=env_state, episode_step=episode_step), frames
 
 
 def update(args, env, state, key, ends):
@@ -737,14 +745,16 @@ def fail(message, code=2):
 
 
 def clock(seconds):
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
+    unit, name = (1, "s") if seconds < 90 else (60, "min") if seconds < 5400 else (3600, "h")
+    return f"{seconds / unit:,.{int(unit > 1)}f} {name}"
 
 
 def show_progress(args, row):
     """One line that is rewritten on a terminal; elsewhere a line for each twentieth of the run."""
     done, last = row["iteration"] / args.num_iterations, row["iteration"] == args.num_iterations
     left = clock(row["steps"] * (1 / done - 1) / row["steps_per_second"])
-    text = f"[{'#' * int(30 * done):30}] {done:4.0%}  coverage {row['coverage']:,.0f}  {row['steps_per_second']:,.0f} steps/s"
+    text = f"[{'#' * int(30 * done):30}] {done:4.0%}  coverage {row['coverage']:,.0f}"
+    text += f"  {row['steps_per_second']:,.0f} steps/s"
     text += f"  {left} left     " if "actor_loss" in row else "  filling the replay"
     if sys.stdout.isatty() or last or row["iteration"] % -(-args.num_iterations // 20) == 0:
         print(text, end="\r" if sys.stdout.isatty() and not last else "\n", flush=True)
@@ -806,15 +816,15 @@ def reward_map(args, env, state):
     return total / count  # nan where nobody was
 
 
-def draw_places(axes, env, title, values=None):
+def draw_places(axes, env, title, values=None, **style):
     """Walls, start, and the (x, y) values if there are any."""
     for x, y, width, height in env.outlines:
         axes.fill([x, x + width, x + width, x], [y, y, y + height, y + height], color="0.4")
-    if values is not None:
-        image = axes.imshow(values.T, origin="lower", extent=(env.low[0], env.high[0], env.low[1], env.high[1]))
-        axes.figure.colorbar(image, ax=axes, shrink=0.7)
     axes.plot(*env.start, "o", color="red")
     axes.set(title=title, xlabel="x (m)", ylabel="y (m)", aspect="equal")
+    if values is not None:
+        extent = env.low[0], env.high[0], env.low[1], env.high[1]
+        return axes.imshow(values.T, origin="lower", extent=extent, **style)
 
 
 def save_pictures(args, env, folder, state, maps, frames):
@@ -828,18 +838,18 @@ def save_pictures(args, env, folder, state, maps, frames):
     write_atomically(folder / "reward_map.npz", lambda file: np.savez(file, **maps))
     figure, axes = plt.subplots(figsize=(7, 6), layout="constrained")
     of_bins = f" of {env.bins:,}" if env.bins else ""
-    draw_places(axes, env, f"{args.env}: {visited.sum():,}{of_bins} bins in {state.replay.time * args.num_envs:,} steps")
-    x, y = (env.low[:2] + BIN * (np.argwhere(flat) + 0.5)).T
-    axes.scatter(x, y, 9, marker="s", color="tab:blue", zorder=0)
+    title = f"{args.env}: {visited.sum():,}{of_bins} bins in {state.replay.time * args.num_envs:,} steps"
+    draw_places(axes, env, title, np.where(flat, 0.6, np.nan), cmap="Blues", vmin=0, vmax=1)
     figure.savefig(folder / "coverage.png", dpi=100)
     figure, row = plt.subplots(1, len(maps), figsize=(4.5 * len(maps), 4), layout="constrained", squeeze=False)
     for axes, (steps, values) in zip(row[0], maps.items()):
-        draw_places(axes, env, f"{int(steps):,} steps", values)
+        figure.colorbar(draw_places(axes, env, f"{int(steps):,} steps", values), ax=axes, shrink=0.7)
     figure.suptitle("Reward of reaching the places in the replay, from the first state and action 0")
     figure.savefig(folder / "reward_map.png", dpi=80)
     frames = jax.tree.map(lambda *x: np.concatenate(x)[-args.episode_length :], *frames)
     if hasattr(env, "sys"):
-        states = [base.State(None, None, jax.tree.map(lambda x: x[t], frames), None, None) for t in range(len(frames.pos))]
+        places = [jax.tree.map(lambda x: x[t], frames) for t in range(len(frames.pos))]
+        states = [base.State(q=None, qd=None, x=x, xd=None, contact=None) for x in places]
         (folder / "rollout.html").write_text(html.render(env.sys, states))
     else:
         figure, axes = plt.subplots(figsize=(7, 6), layout="constrained")
@@ -892,7 +902,8 @@ def check_args(args):
         fail(f"--replay-size {args.replay_size}: it must be above --unroll-length and --learning-starts")
     samples = args.num_envs * (args.episode_length - 1) * args.multiplier
     if args.gradient_steps < 1 or abs(args.gradient_steps * args.batch_size - samples) > 1e-6 * samples:
-        fail(f"--batch-size {args.batch_size}: it must divide num_envs * (episode_length - 1) * multiplier = {samples:,g}")
+        rule = f"num_envs * (episode_length - 1) * multiplier = {samples:,.10g}"
+        fail(f"--batch-size {args.batch_size}: it must divide {rule}")
 
 
 def expected_seconds(args, state):
@@ -930,14 +941,14 @@ def main(args):
     if args.track:
         import wandb
 
-        wandb.init(project=args.wandb_project, name=folder.name, id=folder.name, resume="allow", config=config, dir=folder)
+        wandb.init(project=args.wandb_project, id=folder.name, resume="allow", config=config, dir=folder)
 
     device, replay_bytes = jax.devices()[0], sum(x.nbytes for x in jax.tree.leaves(state.replay))
     print(f"{script} on {args.env}, seed {args.seed}, into {folder}")
     print(f"device {device.platform} ({device.device_kind}), replay buffer {replay_bytes / 1e6:,.0f} MB, expected time "
-          f"about {clock(expected_seconds(args, state))} and the environments")  # fmt: skip
+          f"about {clock(expected_seconds(args, state))} for learning, plus the environments'")  # fmt: skip
     if device.platform == "cpu" and args.preset == "paper":
-        print("no accelerator, and the paper's sizes: --preset laptop is made for a CPU")
+        print("no accelerator was found: --preset laptop has sizes that suit a CPU")
     began = time.time()
     iterate = train_iteration.lower(args, env, state).compile()
     print(f"compiled in {clock(time.time() - began)}", flush=True)
@@ -951,7 +962,8 @@ def main(args):
         learning = iteration * args.unroll_length >= args.learning_starts
         bad = [name for name in METRICS if not np.isfinite(metrics.get(name, 0.0))]
         if learning and bad:
-            fail(f"iteration {iteration}: {bad[0]} is {metrics[bad[0]]}; the last good checkpoint stays in {folder}", code=1)
+            problem = f"iteration {iteration}: {bad[0]} is {metrics[bad[0]]}"
+            fail(f"{problem}; the last good checkpoint stays in {folder}", code=1)
         recent = [*recent[-19:], time.time() - start] if learning else []  # the rate is that of learning
         rate = steps * len(recent) / sum(recent) if learning else steps / (time.time() - start)
         row = {"iteration": iteration, "steps": iteration * steps, "steps_per_second": round(rate, 1)}
@@ -988,4 +1000,9 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    try:
+        main(parse_args())
+    except OSError as error:  # a full disk, as a rule
+        fail(f"{error}; the last good checkpoint is untouched", code=1)
+    except KeyboardInterrupt:
+        fail("stopped before the first iteration", code=130)

@@ -71,10 +71,12 @@ def main(name, argv):
         0.0, jax.random.split(key, draws))[0])  # fmt: skip
     _, sample_seconds, _ = best(lambda: sample(state.replay, ends))
     sampling = ends_seconds + sample_seconds * args.gradient_steps / draws
-    rest = iteration - collect_seconds - sampling
-    for part, seconds in (("env and policy", collect_seconds), ("sampling", sampling), ("gradient steps", rest)):
-        print(f"  {part:18}{seconds:8.3f} s  {seconds / iteration:4.0%}")
-    print(f"  one gradient step {1e3 * rest / args.gradient_steps:8.2f} ms")
+    learn = jax.jit(script.learn, static_argnums=(0, 1))
+    _, learn_seconds, _ = best(lambda: learn(args, env, state, key)[1], repeats=2)
+    gradients = learn_seconds - sampling
+    for part, seconds in (("env and policy", collect_seconds), ("sampling", sampling), ("gradient steps", gradients)):
+        print(f"  {part:18}{seconds:8.3f} s  {seconds / (collect_seconds + learn_seconds):4.0%}")
+    print(f"  one gradient step {1e3 * gradients / args.gradient_steps:8.2f} ms")
 
 
 if __name__ == "__main__":
