@@ -910,7 +910,9 @@ def expected_seconds(args, state):
     """A guess from a timed matrix product: 6 flops for each parameter and sample, at half the product's rate."""
     x = jnp.ones((args.encoder_width, args.encoder_width))
     product = jax.jit(jnp.matmul).lower(x, x).compile()
-    seconds = min(-time.time() + (product(x, x).block_until_ready(), time.time())[1] for _ in range(5))
+    began = time.time()
+    jax.block_until_ready([product(x, x) for _ in range(10)])
+    seconds = (time.time() - began) / 10
     parameters = jax.tree.leaves((state.encoders.params, state.actor.params, state.critic.params))
     flops = 12 * args.batch_size * sum(x.size for x in parameters) * args.gradient_steps
     return (args.num_iterations - int(state.iteration)) * flops * seconds / (2 * args.encoder_width**3)
