@@ -558,9 +558,9 @@ def contrastive_loss(params, args, position_size, batch):
     return loss, (reward, dict(
         contrastive_loss=loss,
         accuracy=weighted_mean(jnp.argmax(logits, axis=1) == jnp.arange(rows), batch.has_future),
-        logits_positive=jnp.mean(positive),
+        logits_positive=weighted_mean(positive, batch.has_future),
         logits_negative=(jnp.sum(logits) - jnp.sum(positive)) / (rows * (rows - 1)),
-        logsumexp=jnp.mean(jax.nn.logsumexp(logits, axis=1)), tau=jnp.exp(params["log_tau"]),
+        logsumexp=weighted_mean(jax.nn.logsumexp(logits, axis=1), batch.has_future), tau=jnp.exp(params["log_tau"]),
         reward_mean=weighted_mean(reward, batch.has_future), reward_std=jnp.std(reward),
         phi_variance=jnp.mean(jnp.var(phi, axis=0)), psi_variance=jnp.mean(jnp.var(psi, axis=0)),
     ))  # fmt: skip
@@ -586,7 +586,7 @@ def critic_loss(params, args, batch, reward, next_value):
     target = reward + args.gamma * (1.0 - batch.terminated) * next_value
     error = q_values(params, args, batch.obs, batch.action) - target
     loss = weighted_mean(jnp.mean(error**2, axis=0), 1.0 - batch.truncated)  # what follows a truncation is not known
-    return loss, {"critic_loss": loss, "q_target": jnp.mean(target)}
+    return loss, {"critic_loss": loss, "q_target": weighted_mean(target, 1.0 - batch.truncated)}
 
 
 def actor_loss(params, args, batch, critic_params, alpha, key):
@@ -629,7 +629,7 @@ def bin_index(env, obs):
 def replay_entropy(env, replay):
     """Entropy (nats) of the visited bins in the replay: when it falls, the agents gather in one place."""
     written = jnp.arange(len(replay.obs))[:, None] < replay.time
-    counts = jnp.zeros(np.prod(env.grid) + 1).at[bin_index(env, replay.obs)].add(written)
+    counts = jnp.zeros(np.prod(env.grid) + 1, jnp.int32).at[bin_index(env, replay.obs)].add(written)
     p = counts / jnp.sum(counts)
     return -jnp.sum(p * jnp.log(jnp.maximum(p, 1e-20)))
 
@@ -682,7 +682,8 @@ def collect(args, env, state, key):
     def step(carry, key):
         now, episode_step = carry
         action, _ = sample_action(state.actor.params, args, key, now.obs, env.action_size)
-        after = jax.vmap(env.step)(now, action)
+        with jax.default_matmul_precision("highest"):  # no TF32 in the physics
+            after = jax.vmap(env.step)(now, action)
         terminated = after.terminated | ~jnp.all(jnp.isfinite(after.obs), axis=-1)  # physics that blew up ends too
         truncated = (episode_step + 1 >= args.episode_length) & ~terminated
         done = terminated | truncated
@@ -712,7 +713,7 @@ def learn(args, env, state, key):
     """`gradient_steps` updates; the metrics are their means."""
     replay, ends = state.replay, trajectory_ends(state.replay)
 
-    def step(models, key):  # the loop carries only what it changes
+    def step(models, key):  # the replay stays out of the loop's carry
         state, metrics = update(args, env, models.replace(replay=replay), key, ends)
         return state.replace(replay=None), metrics
 
@@ -730,13 +731,14 @@ def train_iteration(args, env, state):
     state, metrics = jax.lax.cond(state.replay.time >= args.learning_starts, run, wait, state)
     metrics["coverage"], metrics["outside"] = jnp.sum(state.visited), state.outside
     metrics["replay_entropy"] = replay_entropy(env, state.replay)
+    metrics["parameter_norm"] = optax.global_norm((state.encoders.params, state.actor.params, state.critic.params))
     return state, metrics, frames
 
 
 # ------------------------------------------------------------------------------- logging, pictures, checkpoint
 METRICS = """iteration steps seconds steps_per_second coverage outside replay_entropy contrastive_loss accuracy
     logits_positive logits_negative logsumexp tau reward_mean reward_std phi_variance psi_variance critic_loss q_target
-    actor_loss entropy alpha_loss alpha""".split()  # the columns of metrics.csv; the README explains them
+    actor_loss entropy alpha_loss alpha parameter_norm""".split()  # the columns of metrics.csv; the README explains them
 
 
 def fail(message, code=2):
@@ -870,8 +872,8 @@ def parse_args(argv=None):
                 return tyro.cli(Args, args=argv, default=default, description=__doc__)
         except SystemExit as stop:
             if stop.code:  # tyro's framed message, as one line
-                text = re.split("[-─]{4,}", re.sub("[│╭╮╰╯]", " ", box.getvalue()))[1]
-                fail(" ".join(text.split()) + "; see --help")
+                text = re.split("[-─]{4,}", re.sub("[│╭╮╰╯]", " ", box.getvalue()))[1:2] or [box.getvalue()]
+                fail(" ".join(text[0].split()) + "; see --help")
             raise
 
     args = parse(Args())
@@ -891,13 +893,15 @@ def parse_args(argv=None):
 
 def check_args(args):
     """One line and exit code 2 for what cannot run."""
+    at_least = {"seed": 0, "logsumexp_penalty": 0, "checkpoint_minutes": 0}
+    at_least |= {"batch_size": 2, "episode_length": 2, "unroll_length": 2}
     for field in dataclasses.fields(Args):
-        value, flag = getattr(args, field.name), "--" + field.name.replace("_", "-")
-        may_be_zero = field.name in ("seed", "logsumexp_penalty", "checkpoint_minutes")
-        if field.type in (int, float) and (value < 0 or value == 0 and not may_be_zero):
-            fail(f"{flag} {value}: it must be {'at least' if may_be_zero else 'above'} 0")
-        if field.name.startswith("gamma") and value >= 1:
-            fail(f"{flag} {value}: it must be below 1")
+        value, low = getattr(args, field.name), at_least.get(field.name, 0)
+        if field.type in (int, float) and not (value >= low if field.name in at_least else value > 0):
+            words = f"at least {low}" if field.name in at_least else "above 0"
+            fail(f"--{field.name.replace('_', '-')} {value}: it must be {words}")
+        if field.name in ("gamma", "gamma_cl", "target_rate") and value >= 1:
+            fail(f"--{field.name.replace('_', '-')} {value}: it must be below 1")
     if args.replay_size <= max(args.unroll_length, args.learning_starts):
         fail(f"--replay-size {args.replay_size}: it must be above --unroll-length and --learning-starts")
     samples = args.num_envs * (args.episode_length - 1) * args.multiplier
@@ -906,7 +910,7 @@ def check_args(args):
         fail(f"--batch-size {args.batch_size}: it must divide {rule}")
 
 
-def expected_seconds(args, state):
+def expected_seconds(args, state, iterations):
     """A guess from a timed matrix product: 6 flops for each parameter and sample, at half the product's rate."""
     x = jnp.ones((args.encoder_width, args.encoder_width))
     product = jax.jit(jnp.matmul).lower(x, x).compile()
@@ -915,7 +919,7 @@ def expected_seconds(args, state):
     seconds = (time.time() - began) / 10
     parameters = jax.tree.leaves((state.encoders.params, state.actor.params, state.critic.params))
     flops = 12 * args.batch_size * sum(x.size for x in parameters) * args.gradient_steps
-    return (args.num_iterations - int(state.iteration)) * flops * seconds / (2 * args.encoder_width**3)
+    return iterations * flops * seconds / (2 * args.encoder_width**3)
 
 
 def main(args):
@@ -923,11 +927,9 @@ def main(args):
     check_args(args)
     env, script, steps = make_env(args.env), Path(__file__).stem, args.num_envs * args.unroll_length
     folder = Path(args.resume or f"{args.run_dir}/{args.env}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    if args.resume:
-        state = load_checkpoint(folder / "checkpoint.msgpack", jax.eval_shape(lambda: init_state(args, env)))
-    else:
-        state = init_state(args, env)
-    first = int(state.iteration) + 1
+    checkpoint, shapes = folder / "checkpoint.msgpack", jax.eval_shape(lambda: init_state(args, env))
+    state = load_checkpoint(checkpoint, shapes) if args.resume else None
+    first = int(state.iteration) + 1 if args.resume else 1
     if first > args.num_iterations:
         fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
     try:
@@ -940,60 +942,67 @@ def main(args):
     maps = dict(np.load(folder / "reward_map.npz")) if (folder / "reward_map.npz").exists() else {}
     maps = {at: values for at, values in maps.items() if int(at) < first * steps}
     moments = {round(k * args.num_iterations / 5) for k in range(1, 6)}
+
+    device = jax.devices()[0]
+    replay_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes.replay))
+    left = clock(expected_seconds(args, shapes, args.num_iterations - first + 1))
+    print(f"{script} on {args.env}, seed {args.seed}, into {folder}")
+    print(f"device {device.platform} ({device.device_kind}), replay buffer {replay_bytes / 1e6:,.0f} MB, expected time "
+          f"about {left} for learning, plus the environments'", flush=True)  # fmt: skip
+    if device.platform == "cpu" and args.preset == "paper":
+        print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     if args.track:
         import wandb
 
         wandb.init(project=args.wandb_project, id=folder.name, resume="allow", config=config, dir=folder)
-
-    device, replay_bytes = jax.devices()[0], sum(x.nbytes for x in jax.tree.leaves(state.replay))
-    print(f"{script} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"device {device.platform} ({device.device_kind}), replay buffer {replay_bytes / 1e6:,.0f} MB, expected time "
-          f"about {clock(expected_seconds(args, state))} for learning, plus the environments'")  # fmt: skip
-    if device.platform == "cpu" and args.preset == "paper":
-        print("no accelerator was found: --preset laptop has sizes that suit a CPU")
     began = time.time()
+    state = state or init_state(args, env)
     iterate = train_iteration.lower(args, env, state).compile()
     print(f"compiled in {clock(time.time() - began)}", flush=True)
 
     stop, frames, recent, began, saved = [], [], [], time.time(), time.time()
-    signals = {number: signal.signal(number, lambda number, _: stop.append(number)) for number in (2, 15)}
-    for iteration in range(first, args.num_iterations + 1):
-        start = time.time()
-        state, metrics, frame = iterate(state)
-        metrics = {name: float(value) for name, value in metrics.items()}
-        learning = iteration * args.unroll_length >= args.learning_starts
-        bad = [name for name in METRICS if not np.isfinite(metrics.get(name, 0.0))]
-        if learning and bad:
-            problem = f"iteration {iteration}: {bad[0]} is {metrics[bad[0]]}"
-            fail(f"{problem}; the last good checkpoint stays in {folder}", code=1)
-        recent = [*recent[-19:], time.time() - start] if learning else []  # the rate is that of learning
-        rate = steps * len(recent) / sum(recent) if learning else steps / (time.time() - start)
-        row = {"iteration": iteration, "steps": iteration * steps, "steps_per_second": round(rate, 1)}
-        row |= {"seconds": round(seconds_before + time.time() - began, 1)}
-        row |= {name: value for name, value in metrics.items() if np.isfinite(value)}
-        log.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
-        log.flush()
-        show_progress(args, row)
+    handlers = {number: signal.signal(number, lambda number, _: stop.append(number)) for number in (2, 15)}
+    try:
+        for iteration in range(first, args.num_iterations + 1):
+            start, last = time.time(), iteration == args.num_iterations
+            state, metrics, frame = iterate(state)
+            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            learning = iteration * args.unroll_length >= args.learning_starts
+            bad = [name for name in METRICS if not np.isfinite(metrics.get(name, 0.0))]
+            if learning and bad:
+                kept = "the last good one stays" if checkpoint.exists() else "there is none yet"
+                fail(f"iteration {iteration}: {bad[0]} is {metrics[bad[0]]}; checkpoint: {kept} in {folder}", code=1)
+            recent = [*recent[-19:], time.time() - start] if learning else []  # the rate is that of learning
+            rate = steps * len(recent) / sum(recent) if learning else steps / (time.time() - start)
+            row = {"iteration": iteration, "steps": iteration * steps, "steps_per_second": round(rate, 1)}
+            row |= {"seconds": round(seconds_before + time.time() - began, 1)}
+            row |= {name: value for name, value in metrics.items() if np.isfinite(value)}
+            log.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
+            log.flush()
+            show_progress(args, row)
+            if args.track:
+                wandb.log(row, step=row["steps"])
+            frames = [*frames, jax.device_get(frame)][-(-(-args.episode_length // args.unroll_length)) :]
+            if iteration in moments:
+                maps[str(row["steps"])] = np.asarray(reward_map(args, env, state))
+                save_pictures(args, env, folder, state, maps, frames)
+            if stop or last or time.time() - saved >= 60 * args.checkpoint_minutes:
+                try:
+                    save_checkpoint(checkpoint, state)
+                except OSError as error:  # a full disk may have room again before the next one
+                    if stop or last:
+                        raise
+                    print(f"\nwarning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+                saved = time.time()
+            if stop and not last:
+                go_on = f"go on with: python {script}.py --resume {folder}"
+                fail(f"stopped by signal {stop[0]}; {go_on}", code=128 + stop[0])
+    finally:
+        log.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         if args.track:
-            wandb.log(row, step=row["steps"])
-        frames = [*frames, jax.device_get(frame)][-(-(-args.episode_length // args.unroll_length)) :]
-        if iteration in moments:
-            maps[str(row["steps"])] = np.asarray(reward_map(args, env, state))
-            save_pictures(args, env, folder, state, maps, frames)
-        if stop or iteration == args.num_iterations or time.time() - saved >= 60 * args.checkpoint_minutes:
-            try:
-                save_checkpoint(folder / "checkpoint.msgpack", state)
-            except OSError as error:
-                print(f"\nwarning: checkpoint not written, the last good one stays: {error.strerror}", file=sys.stderr)
-            saved = time.time()
-        if stop:
-            break
-    log.close()
-    [signal.signal(number, handler) for number, handler in signals.items()]
-    if args.track:
-        wandb.finish()
-    if stop:
-        fail(f"stopped by signal {stop[0]}; go on with: python {script}.py --resume {folder}", code=128 + stop[0])
+            wandb.finish()
     of_bins = f" of {env.bins:,}" if env.bins else ""
     pictures = ", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".html")))
     print(f"coverage {row['coverage']:,.0f}{of_bins} bins after {row['steps']:,} steps in {clock(row['seconds'])}")

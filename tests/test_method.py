@@ -185,6 +185,9 @@ def test_update_uses_the_reward_from_before_the_encoders_step():
     batch = ctec.sample_batch(jax.random.split(key)[0], args, state.replay, ends)
     reward = ctec.contrastive_loss(state.encoders.params, args, 2, batch)[1][0]
     np.testing.assert_allclose(metrics["reward_mean"], reward.mean(), rtol=1e-5)
+    expected = ctec.update_sac(args, state, batch, reward, jax.random.split(key)[1])[0]
+    for ours, theirs in zip(jax.tree.leaves(after.critic.params), jax.tree.leaves(expected.critic.params)):
+        np.testing.assert_allclose(ours, theirs, atol=1e-7)
     for name in ("encoders", "actor", "critic", "log_alpha"):
         changed = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), getattr(state, name).params, getattr(after, name).params)
         assert all(jax.tree.leaves(changed)), name
@@ -236,3 +239,54 @@ def test_point_maze_physics():
     places = np.asarray(walk(jax.random.split(jax.random.PRNGKey(0), 8)))[..., :2].reshape(-1, 2)
     gap = np.abs(places[:, None] - env.walls[None]) - env.cell / 2
     assert np.linalg.norm(np.maximum(gap, 0), axis=-1).min() > 0.4 - 1e-4  # never inside a wall
+
+
+def test_sac_target_takes_the_smaller_target_critic_and_the_entropy():
+    """update_sac's critic step equals one that is put together by hand."""
+    env, key = ctec.make_env("point_u_maze"), jax.random.PRNGKey(3)
+    state = ctec.init_state(ARGS, env)
+    state = state.replace(target_critic=jax.tree.map(lambda x: x + 0.1, state.critic.params), log_alpha=state.log_alpha.replace(params=jnp.log(0.3)))
+    batch, reward = random_batch(8), jnp.arange(8.0)
+    after, metrics = ctec.update_sac(ARGS, state, batch, reward, key)
+    action, log_prob = ctec.sample_action(state.actor.params, ARGS, jax.random.split(key)[0], batch.next_obs, 2)
+    q = ctec.q_values(state.target_critic, ARGS, batch.next_obs, action)
+    assert (q[0] < q[1]).any() and (q[0] > q[1]).any()
+    target = reward + 0.99 * (jnp.minimum(q[0], q[1]) - 0.3 * log_prob)
+    np.testing.assert_allclose(metrics["q_target"], target.mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["critic_loss"], jnp.mean((ctec.q_values(state.critic.params, ARGS, batch.obs, batch.action) - target) ** 2), rtol=1e-5)
+    # 8 samples with an entropy above -0.5 * 2: alpha must fall
+    assert metrics["entropy"] > -1.0 and after.log_alpha.params < state.log_alpha.params
+
+
+class Walker:
+    """Walks 0.4 m to the right each step, dies beyond x = 1, and its physics blows up in one of four environments."""
+
+    state_size, action_size, position_size, grid = 2, 1, 2, (3, 2)
+    low, high = np.array([0.0, 0.0]), np.array([1.5, 1.0])
+
+    def reset(self, key):
+        place = jnp.stack([0.1 + 0.01 * jax.random.uniform(key), 0.25])
+        return ctec.EnvState(place, place, jnp.zeros((), bool))
+
+    def step(self, state, action):
+        place = state.physics + jnp.array([0.4, 0.0])
+        return ctec.EnvState(place, place, place[0] > 1.0)
+
+    def frame(self, physics):
+        return physics[:1]
+
+
+def test_collect_keeps_the_last_place_and_never_the_reset():
+    env, args = Walker(), dataclasses.replace(ARGS, num_envs=2, unroll_length=5, episode_length=100)
+    state = ctec.init_state(args, env)
+    broken = state.env.replace(physics=state.env.physics.at[1, 1].set(jnp.nan))  # not finite after its first step
+    state, _ = ctec.collect(args, env, state.replace(env=broken), jax.random.PRNGKey(0))
+    terminated = np.asarray(state.replay.terminated[:5])
+    assert terminated[:, 0].tolist() == [False, False, True, False, False]  # 0.5, 0.9, 1.3: dead
+    assert terminated[:, 1].tolist() == [True, False, False, True, False] and not state.replay.truncated.any()
+    visited = np.asarray(state.visited).reshape(env.grid)
+    assert visited[:, 0].tolist() == [False, True, True] and not visited[:, 1].any()  # 1.3, before the reset; never the start
+    assert state.outside == 1  # the broken one
+    assert np.isfinite(np.asarray(state.replay.obs)).all()
+    ends = np.asarray(ctec.trajectory_ends(state.replay))[-5:]
+    assert ends[:, 0].tolist() == [2, 2, 2, 4, 4] and ends[:, 1].tolist() == [0, 3, 3, 3, 4]

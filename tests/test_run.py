@@ -69,9 +69,10 @@ def test_one_compilation_and_every_parameter_changes(finished):
     args = ctec.Args(**SMALL)
     env = ctec.make_env(args.env)
     start, state = ctec.init_state(args, env), ctec.init_state(args, env)
+    before = ctec.train_iteration._cache_size()
     for _ in range(3):
         state, metrics, _ = ctec.train_iteration(args, env, state)
-    assert ctec.train_iteration._cache_size() == 1
+    assert ctec.train_iteration._cache_size() == before + 1
     for name in ("encoders", "actor", "critic", "log_alpha"):
         changed = jax.tree.map(lambda a, b: bool((a != b).any()), getattr(start, name).params, getattr(state, name).params)
         assert all(jax.tree.leaves(changed)), name
@@ -80,13 +81,13 @@ def test_one_compilation_and_every_parameter_changes(finished):
 
 
 def test_killed_and_resumed_is_the_same_run(finished, tmp_path):
-    """kill -9 at a random moment after the first checkpoint, then --resume, again and again until it is done."""
+    """kill -9 at a random moment after the first checkpoint, then --resume."""
     moment = random.Random(0)
     process = subprocess.Popen([sys.executable, SCRIPT, *flags(run_dir=tmp_path, checkpoint_minutes=0)], stdout=subprocess.DEVNULL)
     while not list(tmp_path.glob("*/checkpoint.msgpack")):
         assert process.poll() is None
         time.sleep(0.01)
-    time.sleep(moment.uniform(0, 0.3))
+    time.sleep(moment.uniform(0, 0.05))
     process.kill()
     process.wait()
     folder = next(tmp_path.iterdir())
@@ -148,6 +149,7 @@ BAD = {
     "not a number": (["--num-envs", "many"], "--num-envs"),
     "negative size": (["--num-envs", "-4"], "--num-envs"),
     "zero batch": (["--batch-size", "0"], "--batch-size"),
+    "nan": (["--learning-rate", "nan"], "--learning-rate"),
     "gamma of one": (["--gamma-cl", "1.0"], "--gamma-cl"),
     "batch that does not divide": (["--batch-size", "1000"], "--batch-size"),
     "small replay": (["--replay-size", "500"], "--replay-size"),
