@@ -738,7 +738,7 @@ def train_iteration(args, env, state):
 # ------------------------------------------------------------------------------- logging, pictures, checkpoint
 METRICS = """iteration steps seconds steps_per_second coverage outside replay_entropy contrastive_loss accuracy
     logits_positive logits_negative logsumexp tau reward_mean reward_std phi_variance psi_variance critic_loss q_target
-    actor_loss entropy alpha_loss alpha parameter_norm""".split()  # the columns of metrics.csv; the README explains them
+    actor_loss entropy alpha_loss alpha parameter_norm""".split()  # the columns of metrics.csv
 
 
 def fail(message, code=2):
