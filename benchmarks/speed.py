@@ -77,6 +77,13 @@ def main(name, argv):
     for part, seconds in (("env and policy", collect_seconds), ("sampling", sampling), ("gradient steps", gradients)):
         print(f"  {part:18}{seconds:8.3f} s  {seconds / (collect_seconds + learn_seconds):4.0%}")
     print(f"  one gradient step {1e3 * gradients / args.gradient_steps:8.2f} ms")
+    if hasattr(script, "contrastive_loss"):
+        batch = jax.jit(lambda replay, ends: script.sample_batch(key, args, replay, ends))(state.replay, ends)
+        contrast = jax.jit(lambda model, batch: script.gradient_update(script.contrastive_loss, model, args, env.position_size, batch))
+        print(f"  contrastive update{1e3 * best(lambda: contrast(state.encoders, batch))[1]:9.2f} ms")
+        logits = jax.jit(jax.grad(lambda phi, psi: jnp.sum(script.l1_similarity(phi, psi) ** 2), (0, 1)))
+        phi, psi = jax.random.normal(key, (2, args.batch_size, args.representation_size))
+        print(f"  of it, L1 logits  {1e3 * best(lambda: logits(phi, psi))[1]:8.2f} ms")
 
 
 if __name__ == "__main__":

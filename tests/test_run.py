@@ -1,15 +1,18 @@
 """Whole runs on the point maze: what they leave, how they stop, resume and fail."""
+import base64
 import csv
-import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -209,3 +212,18 @@ def test_track_writes_an_offline_wandb_run(tmp_path):
     done = run(*flags(run_dir=tmp_path, total_timesteps=8 * 16 * 4), "--track", env=os.environ | {"WANDB_MODE": "offline"})
     assert done.returncode == 0, done.stderr
     assert list(next(tmp_path.iterdir()).glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_a_robot_leaves_a_page_for_the_viewer(tmp_path):
+    """rollout.html holds the poses of the last steps, and coverage.png the projection of a 3-D grid."""
+    args, env = ctec.Args(env="humanoid_u_maze", episode_length=3), ctec.make_env("humanoid_u_maze")
+    first = jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.PRNGKey(0), 2))
+    frames = [jax.tree.map(lambda x: np.asarray(x)[None] + i, env.frame(first.physics)) for i in range(4)]
+    state = SimpleNamespace(visited=np.arange(np.prod(env.grid)) % 3 == 0, replay=SimpleNamespace(time=4))
+    ctec.save_pictures(args, env, tmp_path, state, {"100": np.ones(env.grid[:2])}, frames)
+    page = (tmp_path / "rollout.html").read_text()
+    system = json.loads(zlib.decompress(base64.b64decode(re.search(r"[A-Za-z0-9+/=]{1000,}", page).group())))
+    poses = np.array([x["pos"] for x in system["states"]["x"]])
+    assert poses.shape == (3, 12, 3) and np.allclose(poses[:, 0, 0], env.start[0] + np.arange(1, 4))
+    assert len(system["geoms"]["world"]) == 19  # the floor and 18 walls
+    assert {path.name for path in tmp_path.iterdir()} == {"coverage.png", "coverage.npz", "reward_map.png", "reward_map.npz", "rollout.html"}
