@@ -416,15 +416,18 @@ def make_env(name):
 
 # ----------------------------------------------------------------------------------------------------- networks
 class MLP(nn.Module):
-    """Two hidden relu layers and a linear one."""
+    """Hidden relu layers and a linear one."""
 
     width: int
     out: int
+    layers: int = 2
 
     @nn.compact
     def __call__(self, x):
         dense = functools.partial(nn.Dense, kernel_init=nn.initializers.lecun_uniform())
-        return dense(self.out)(nn.relu(dense(self.width)(nn.relu(dense(self.width)(x)))))
+        for _ in range(self.layers):
+            x = nn.relu(dense(self.width)(x))
+        return dense(self.out)(x)
 
 
 # two critics of one shape: their parameters and outputs have a leading axis of 2
@@ -751,13 +754,12 @@ def clock(seconds):
     return f"{seconds / unit:,.{int(unit > 1)}f} {name}"
 
 
-def show_progress(args, row):
+def show_progress(args, row, result, learning):
     """One line that is rewritten on a terminal; elsewhere a line for each twentieth of the run."""
     done, last = row["iteration"] / args.num_iterations, row["iteration"] == args.num_iterations
     left = clock(row["steps"] * (1 / done - 1) / row["steps_per_second"])
-    text = f"[{'#' * int(30 * done):30}] {done:4.0%}  coverage {row['coverage']:,.0f}"
-    text += f"  {row['steps_per_second']:,.0f} steps/s"
-    text += f"  {left} left     " if "actor_loss" in row else "  filling the replay"
+    text = f"[{'#' * int(30 * done):30}] {done:4.0%}  {result}  {row['steps_per_second']:,.0f} steps/s"
+    text += f"  {left} left     " if learning else "  not learning yet"
     if sys.stdout.isatty() or last or row["iteration"] % -(-args.num_iterations // 20) == 0:
         print(text, end="\r" if sys.stdout.isatty() and not last else "\n", flush=True)
 
@@ -891,17 +893,21 @@ def parse_args(argv=None):
     return args
 
 
-def check_args(args):
-    """One line and exit code 2 for what cannot run."""
-    at_least = {"seed": 0, "logsumexp_penalty": 0, "checkpoint_minutes": 0}
-    at_least |= {"batch_size": 2, "episode_length": 2, "unroll_length": 2}
+def check_numbers(args, at_least, below_one):
+    """One line and exit code 2 for a number that makes no sense: every number is above 0, but for these."""
     for field in dataclasses.fields(Args):
         value, low = getattr(args, field.name), at_least.get(field.name, 0)
         if field.type in (int, float) and not (value >= low if field.name in at_least else value > 0):
             words = f"at least {low}" if field.name in at_least else "above 0"
             fail(f"--{field.name.replace('_', '-')} {value}: it must be {words}")
-        if field.name in ("gamma", "gamma_cl", "target_rate") and value >= 1:
+        if field.name in below_one and value >= 1:
             fail(f"--{field.name.replace('_', '-')} {value}: it must be below 1")
+
+
+def check_args(args):
+    at_least = {"seed": 0, "logsumexp_penalty": 0, "checkpoint_minutes": 0}
+    at_least |= {"batch_size": 2, "episode_length": 2, "unroll_length": 2}
+    check_numbers(args, at_least, below_one=("gamma", "gamma_cl", "target_rate"))
     if args.replay_size <= max(args.unroll_length, args.learning_starts):
         fail(f"--replay-size {args.replay_size}: it must be above --unroll-length and --learning-starts")
     samples = args.num_envs * (args.episode_length - 1) * args.multiplier
@@ -910,50 +916,57 @@ def check_args(args):
         fail(f"--batch-size {args.batch_size}: it must divide {rule}")
 
 
-def expected_seconds(args, state, iterations):
-    """A guess from a timed matrix product: 6 flops for each parameter and sample, at half the product's rate."""
-    x = jnp.ones((args.encoder_width, args.encoder_width))
+def expected_seconds(flops):
+    """A guess, from a timed matrix product: half its rate."""
+    x = jnp.ones((512, 512))
     product = jax.jit(jnp.matmul).lower(x, x).compile()
     began = time.time()
     jax.block_until_ready([product(x, x) for _ in range(10)])
-    seconds = (time.time() - began) / 10
-    parameters = jax.tree.leaves((state.encoders.params, state.actor.params, state.critic.params))
-    flops = 12 * args.batch_size * sum(x.size for x in parameters) * args.gradient_steps
-    return iterations * flops * seconds / (2 * args.encoder_width**3)
+    return 2 * flops * (time.time() - began) / (10 * 2 * 512**3)
+
+
+def start_run(args, env):
+    """The run's folder, its state (None in a new run), its next iteration, metrics.csv, and the seconds so far."""
+    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, state, first = Path(args.resume or f"{args.run_dir}/{name}"), None, 1
+    if args.resume:
+        state = load_checkpoint(folder / "checkpoint.msgpack", jax.eval_shape(lambda: init_state(args, env)))
+        first = int(state.iteration) + 1
+    if first > args.num_iterations:
+        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
+    try:
+        folder.mkdir(parents=True, exist_ok=bool(args.resume))
+        config = json.dumps(dataclasses.asdict(args) | {"resume": ""}, indent=1)
+        write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
+        return folder, state, first, *open_metrics(folder / "metrics.csv", first - 1)
+    except OSError as error:
+        fail(f"--run-dir {args.run_dir}: cannot write {folder}: {error.strerror}")
 
 
 def main(args):
     """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
     check_args(args)
     env, script, steps = make_env(args.env), Path(__file__).stem, args.num_envs * args.unroll_length
-    folder = Path(args.resume or f"{args.run_dir}/{args.env}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
+    folder, state, first, log, seconds_before = start_run(args, env)
     checkpoint, shapes = folder / "checkpoint.msgpack", jax.eval_shape(lambda: init_state(args, env))
-    state = load_checkpoint(checkpoint, shapes) if args.resume else None
-    first = int(state.iteration) + 1 if args.resume else 1
-    if first > args.num_iterations:
-        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    try:
-        folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        config = dataclasses.asdict(args) | {"resume": ""}
-        write_atomically(folder / "args.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
-        log, seconds_before = open_metrics(folder / "metrics.csv", first - 1)
-    except OSError as error:
-        fail(f"--run-dir {args.run_dir}: cannot write {folder}: {error.strerror}")
     maps = dict(np.load(folder / "reward_map.npz")) if (folder / "reward_map.npz").exists() else {}
     maps = {at: values for at, values in maps.items() if int(at) < first * steps}
     moments = {round(k * args.num_iterations / 5) for k in range(1, 6)}
 
     device = jax.devices()[0]
     replay_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes.replay))
-    left = clock(expected_seconds(args, shapes, args.num_iterations - first + 1))
+    models = shapes.encoders.params, shapes.actor.params, shapes.critic.params
+    parameters = sum(x.size for x in jax.tree.leaves(models))
+    flops = 6 * parameters * args.batch_size * args.gradient_steps * (args.num_iterations - first + 1)
     print(f"{script} on {args.env}, seed {args.seed}, into {folder}")
     print(f"device {device.platform} ({device.device_kind}), replay buffer {replay_bytes / 1e6:,.0f} MB, expected time "
-          f"about {left} for learning, plus the environments'", flush=True)  # fmt: skip
+          f"about {clock(expected_seconds(flops))} for learning, plus the environments'", flush=True)  # fmt: skip
     if device.platform == "cpu" and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     if args.track:
         import wandb
 
+        config = dataclasses.asdict(args)
         wandb.init(project=args.wandb_project, id=folder.name, resume="allow", config=config, dir=folder)
     began = time.time()
     state = state or init_state(args, env)
@@ -979,7 +992,7 @@ def main(args):
             row |= {name: value for name, value in metrics.items() if np.isfinite(value)}
             log.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
             log.flush()
-            show_progress(args, row)
+            show_progress(args, row, f"coverage {row['coverage']:,.0f}", learning)
             if args.track:
                 wandb.log(row, step=row["steps"])
             frames = [*frames, jax.device_get(frame)][-(-(-args.episode_length // args.unroll_length)) :]

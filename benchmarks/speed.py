@@ -3,6 +3,7 @@
     taskset -c 0 env XLA_FLAGS="--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1" \\
         python benchmarks/speed.py ctec_sac_brax --env ant_hardest_maze --num-envs 64 --batch-size 64 \\
         --encoder-width 256 --replay-size 1100
+    ... python benchmarks/speed.py ctec_ppo_rnn_craftax --preset laptop
 """
 import functools
 import importlib
@@ -26,7 +27,29 @@ def best(function, repeats=3):
     return result, min(times[1:]), times[0]
 
 
-def main(name, argv):
+def iteration_seconds(script, args, env, state, warm_up):
+    """(state, seconds) of a training iteration, learning, after `warm_up` others."""
+    start = time.time()
+    iterate = script.train_iteration.lower(args, env, state).compile()
+    print(f"train_iteration     compiled in {time.time() - start:.0f} s")
+    for _ in range(warm_up):
+        state = iterate(state)[0]
+    times = []
+    for _ in range(3):
+        jax.block_until_ready(state)
+        start = time.time()
+        state = jax.block_until_ready(iterate(state)[0])
+        times.append(time.time() - start)
+    return state, min(times[1:])
+
+
+def print_parts(parts):
+    total = sum(parts.values())
+    for part, seconds in parts.items():
+        print(f"  {part:18}{seconds:8.3f} s  {seconds / total:4.0%}")
+
+
+def brax(name, argv):
     script = importlib.import_module(name)
     args = script.parse_args(argv)
     script.check_args(args)
@@ -46,18 +69,7 @@ def main(name, argv):
     # whole iterations, learning: the replay is filled first
     state = script.init_state(args, env)
     stored = sum(x.nbytes for x in jax.tree.leaves(state.replay)) / (args.replay_size * args.num_envs)
-    start = time.time()
-    iterate = script.train_iteration.lower(args, env, state).compile()
-    print(f"train_iteration     compiled in {time.time() - start:.0f} s")
-    while int(state.replay.time) + args.unroll_length < args.learning_starts:
-        state, _, _ = iterate(state)
-    state = jax.block_until_ready(iterate(state)[0])
-    times = []
-    for _ in range(2):
-        start = time.time()
-        state = jax.block_until_ready(iterate(state)[0])
-        times.append(time.time() - start)
-    iteration = min(times)
+    state, iteration = iteration_seconds(script, args, env, state, -(-args.learning_starts // args.unroll_length) - 1)
     print(f"training            {steps / iteration:12,.0f} steps/s   ({iteration:.2f} s an iteration)")
     print(f"replay              {stored:12.1f} bytes for each stored step (at most 4 * (state + action + 3) = {4 * (env.state_size + env.action_size + 3)})")
 
@@ -74,8 +86,7 @@ def main(name, argv):
     learn = jax.jit(script.learn, static_argnums=(0, 1))
     _, learn_seconds, _ = best(lambda: learn(args, env, state, key)[1], repeats=2)
     gradients = learn_seconds - sampling
-    for part, seconds in (("env and policy", collect_seconds), ("sampling", sampling), ("gradient steps", gradients)):
-        print(f"  {part:18}{seconds:8.3f} s  {seconds / (collect_seconds + learn_seconds):4.0%}")
+    print_parts({"env and policy": collect_seconds, "sampling": sampling, "gradient steps": gradients})
     print(f"  one gradient step {1e3 * gradients / args.gradient_steps:8.2f} ms")
     if hasattr(script, "contrastive_loss"):
         batch = jax.jit(lambda replay, ends: script.sample_batch(key, args, replay, ends))(state.replay, ends)
@@ -86,7 +97,39 @@ def main(name, argv):
         print(f"  of it, L1 logits  {1e3 * best(lambda: logits(phi, psi))[1]:8.2f} ms")
 
 
+def craftax(name, argv):
+    script = importlib.import_module(name)
+    args = script.parse_args(argv)
+    script.check_args(args)
+    env, key, steps = script.make_craftax(), jax.random.PRNGKey(0), args.num_envs * args.num_steps
+    print(f"{name} on {jax.devices()[0].platform}: {args.num_envs} envs x {args.num_steps} steps, {args.num_minibatches} minibatches, {args.update_epochs} epochs")
+    state, iteration = iteration_seconds(script, args, env, script.init_state(args, env), args.random_iterations)
+    print(f"training            {steps / iteration:12,.0f} steps/s   ({iteration:.2f} s an iteration)")
+
+    play = jax.jit(script.play, static_argnums=(0, 1))
+    (players, rollout, _), play_seconds, _ = best(lambda: play(args, env, state, key))
+    hidden, obs = state.players.hidden, jnp.concatenate([rollout.obs, players.obs[None]])
+
+    def plain(state, rollout):  # what is left with --intrinsic-coef 0
+        last_value = script.policy(state.agent.params, args, players.hidden, players.obs[None], players.first[None])[2][0]
+        advantage = script.gae(args, rollout.reward, rollout.value, rollout.done, last_value)
+        return script.update_ppo(args, state.agent, args.learning_rate, key, hidden, rollout, advantage)
+
+    plain = jax.jit(plain)
+    parts = {"game and policy": play_seconds, "PPO update": best(lambda: plain(state, rollout))[1]}
+    left = script.steps_left(rollout.done)
+    reward = jax.jit(lambda params, *x: script.intrinsic_reward(args, params, key, *x))
+    parts["intrinsic reward"] = best(lambda: reward(state.encoders.params, obs, rollout.action, left))[1]
+    encoders = jax.jit(lambda model, *x: script.update_encoders(args, model, key, *x))
+    parts["encoder update"] = best(lambda: encoders(state.encoders, obs, rollout.action, left))[1]
+    print_parts(parts)
+    intrinsic = parts["intrinsic reward"] + parts["encoder update"]
+    print(f"intrinsic / plain   {intrinsic / (play_seconds + parts['PPO update']):12.2f}   (reward and encoders against game, policy and PPO)")
+    rows, pairs = 2 * args.num_steps + 1, args.num_steps * (args.num_steps + 1) // 2
+    print(f"reward              {rows:12,} encoder rows for an environment's {pairs:,} pairs ({2 * pairs / rows:.0f} times fewer than one call a pair)")
+
+
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python benchmarks/speed.py SCRIPT [flags of the script]")
-    main(Path(sys.argv[1]).stem, sys.argv[2:])
+    (craftax if "craftax" in sys.argv[1] else brax)(Path(sys.argv[1]).stem, sys.argv[2:])

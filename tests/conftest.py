@@ -1,9 +1,15 @@
-"""One small CPU set-up for all tests: these flags halve the time that XLA needs to compile a Brax step."""
+"""One small CPU set-up for all tests: the flags halve the time that XLA needs to compile a Brax step, and what one test
+has compiled is there for the next, also in another process."""
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
+atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["WANDB_MODE"] = "offline"
 sys.path.insert(0, str(Path(__file__).parent.parent))

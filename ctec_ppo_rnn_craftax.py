@@ -1,0 +1,880 @@
+"""C-TeC with recurrent PPO on Craftax-Classic.
+
+Curiosity from temporal contrastive representations (Mohamed et al., "Temporal Representations for Exploration", ICLR
+2026). Encoders phi(s, a) and psi(s_f) are trained by InfoNCE so that a state-action lies close to the states that
+follow it in its episode. The agent's only reward is the distance |phi(s, a) - psi(s_f)| to its futures, weighted by
+gamma_cl^(k-1) (a Monte-Carlo estimate, paper Appendix E.4): go where your future is hard to predict. There is no task
+reward; success is the number of achievements that an episode unlocks.
+
+    python ctec_ppo_rnn_craftax.py                          # the paper's sizes, for a GPU
+    python ctec_ppo_rnn_craftax.py --preset laptop          # under half an hour on two CPU cores
+    python ctec_ppo_rnn_craftax.py --resume runs/<folder>   # go on from the last checkpoint
+"""
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "craftax==1.6.1", "numpy==2.4.6", "tyro==1.0.16",
+#   "matplotlib==3.11.2", "pillow==13.0.0", "wandb==0.31.0",
+# ]
+# ///
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+
+ENVS = ("craftax_classic",)
+
+
+# ---------------------------------------------------------------------------------------------------- arguments
+@dataclasses.dataclass(frozen=True)
+class Args:
+    env: Literal[ENVS] = "craftax_classic"
+    """environment: Craftax-Classic-Symbolic-v1"""
+    preset: Literal["paper", "laptop"] = "paper"
+    """paper: the published sizes. laptop: the same algorithm in minutes on a CPU. Explicit flags win over it"""
+    seed: int = 1
+    """seed of everything random"""
+    total_timesteps: int = 1_000_000_000
+    """environment steps, all environments together (paper Table 5)"""
+    resume: str = ""
+    """folder of an earlier run: go on from its checkpoint, with its arguments"""
+    run_dir: str = "runs"
+    """where the folder of the run is made"""
+    checkpoint_minutes: float = 10.0
+    """time between checkpoints; there is one at the end, at Ctrl-C and at SIGTERM anyway"""
+    track: bool = False
+    """send the metrics to wandb too (WANDB_MODE=offline works)"""
+    wandb_project: str = "ctec"
+    """project name on wandb"""
+    video_steps: int = 500
+    """longest rollout.gif, in steps of an episode of the final policy; 0: none"""
+    episode_window: int = 1024
+    """finished episodes, the latest ones, over which the achievement rates are taken"""
+    random_iterations: int = 16
+    """first iterations, of uniform random play: the encoders learn, the policy waits, and the achievements are the
+    random policy's bars in achievements.png"""
+
+    num_envs: int = 1024
+    """parallel environments (Craftax baselines)"""
+    num_steps: int = 64
+    """steps in each environment before the update of an iteration (paper Table 5)"""
+    reset_ratio: int = 16
+    """optimistic resets: one new world is made for this many environment steps (Craftax baselines)"""
+    num_minibatches: int = 8
+    """minibatches of an epoch of PPO, each of some environments' whole sequences (Craftax baselines)"""
+    update_epochs: int = 4
+    """passes of PPO over a rollout (paper Table 5)"""
+    learning_rate: float = 2e-4
+    """Adam of PPO, annealed linearly to 0 (paper Table 5)"""
+    adam_eps: float = 1e-5
+    """epsilon of both Adams (Craftax baselines)"""
+    max_grad_norm: float = 1.0
+    """longest gradient, of PPO and of the encoders (paper Table 5)"""
+    agent_width: int = 512
+    """width of the embedding, the GRU and the two hidden layers of each head (paper Table 5)"""
+    gamma: float = 0.99
+    """discount of PPO (paper Table 5)"""
+    gae_lambda: float = 0.8
+    """lambda of the advantage estimate (paper Table 5)"""
+    clip: float = 0.2
+    """PPO's clipping of the probability ratio (paper Table 5)"""
+    entropy_coef: float = 0.01
+    """weight of the entropy (paper Table 5)"""
+    value_coef: float = 0.5
+    """weight of the value loss (Craftax baselines)"""
+    task_reward_coef: float = 0.0
+    """weight of the game's own reward (the paper has none)"""
+    intrinsic_coef: float = 1.0
+    """weight of the intrinsic reward; 0 leaves plain PPO, without encoders"""
+
+    encoder_width: int = 1024
+    """width of the three hidden layers of phi and psi (paper Table 6)"""
+    representation_size: int = 64
+    """size of phi and psi (paper Table 6)"""
+    gamma_cl: float = 0.3
+    """discount of the future-state distribution, Eq. 1 (paper Table 6)"""
+    encoder_learning_rate: float = 3e-4
+    """Adam of the encoders (paper Table 6)"""
+    encoder_epochs: int = 4
+    """passes of the encoders over the pairs of a rollout, each with newly drawn futures (as PPO's)"""
+    encoder_minibatches: int = 8
+    """minibatches of an epoch of the encoders, of shuffled pairs (as PPO's)"""
+    contrastive_batch: int = 1024
+    """rows of InfoNCE: a minibatch is cut into such parts, whose losses are averaged (the paper's minibatch of 8192
+    pairs would need 8192 x 8192 logits: 268 MB, and several times that with their gradients)"""
+    rows_per_env: int = 8
+    """steps of one environment that are together in such a part: as many as the paper's minibatch has on average
+    (8192 rows of 1024 environments), so that a row has as many negatives of its own episode"""
+    learn_tau: bool = True
+    """learn the temperature of the logits (paper Section 4.1); --no-learn-tau holds it at 1 (Appendix G.8)"""
+    logsumexp_penalty: float = 0.0
+    """weight of mean(logsumexp^2) in the contrastive loss (paper Table 6)"""
+    reward_samples: Literal["all", "single"] = "all"
+    """all: the weighted sum over the rest of the episode inside the rollout. single: one sampled future"""
+    normalize_reward: bool = False
+    """divide the weighted sum by the sum of its weights (the paper found it better without, Appendix E.4)"""
+
+    @property
+    def num_iterations(self):
+        return -(-self.total_timesteps // (self.num_envs * self.num_steps))
+
+
+PAPER = {}  # there is one environment, and the defaults are its numbers
+PRESETS = {
+    "paper": {},
+    "laptop": dict(total_timesteps=2_500_000, num_envs=64, reset_ratio=128, agent_width=128, learning_rate=5e-4,
+                   entropy_coef=0.05, intrinsic_coef=0.1, encoder_width=256, encoder_learning_rate=1e-3,
+                   encoder_epochs=2, encoder_minibatches=32, contrastive_batch=128, learn_tau=False,
+                   checkpoint_minutes=2.0),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- environments
+ACHIEVEMENTS = """collect_wood place_table eat_cow collect_sapling collect_drink make_wood_pickaxe make_wood_sword
+    place_plant defeat_zombie collect_stone place_stone eat_plant defeat_skeleton make_stone_pickaxe make_stone_sword
+    wake_up place_furnace collect_coal collect_iron collect_diamond make_iron_pickaxe make_iron_sword""".split()
+
+
+class CraftaxClassic:
+    """Craftax-Classic-Symbolic-v1, without its auto-reset."""
+
+    state_size, num_actions = 1345, 17
+
+    def __init__(self):
+        from craftax.craftax_env import make_craftax_env_from_name  # here, because it starts the device
+
+        self.game = make_craftax_env_from_name("Craftax-Classic-Symbolic-v1", auto_reset=False)
+
+    def reset(self, key):
+        obs, world = self.game.reset_env(key, self.game.default_params)
+        # Craftax starts from Python numbers: without their types, train_iteration would be compiled twice
+        return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), (world, obs))
+
+    def step(self, key, world, action):
+        obs, world, reward, done, _ = self.game.step_env(key, world, action, self.game.default_params)
+        return world, obs, reward, done
+
+
+@functools.cache
+def make_craftax():
+    return CraftaxClassic()
+
+
+# ----------------------------------------------------------------------------------------------------- networks
+class MLP(nn.Module):
+    """Hidden relu layers and a linear one."""
+
+    width: int
+    out: int
+    layers: int = 2
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(nn.Dense, kernel_init=nn.initializers.lecun_uniform())
+        for _ in range(self.layers):
+            x = nn.relu(dense(self.width)(x))
+        return dense(self.out)(x)
+
+
+class RecurrentActorCritic(nn.Module):
+    """Embedding, GRU, and a head each for policy and value, for a sequence of steps. All but the product with the
+    hidden state is done for the whole sequence at once."""
+
+    width: int
+    num_actions: int
+
+    @nn.compact
+    def __call__(self, hidden, obs, first):
+        """(B, width), (T, B, state_size), (T, B) bool -> last hidden state, logits (T, B, actions), values (T, B)."""
+        dense = lambda size, scale=np.sqrt(2): nn.Dense(size, kernel_init=nn.initializers.orthogonal(scale))
+        gates = dense(3 * self.width, 1.0)(nn.tanh(dense(self.width)(obs)))
+        orthogonal = jax.vmap(lambda key: nn.initializers.orthogonal()(key, (self.width, self.width)))
+        recurrent = self.param("recurrent", lambda key: orthogonal(jax.random.split(key, 3)))  # reset, update, new
+        bias = self.param("bias", nn.initializers.zeros, (self.width,))
+
+        def step(hidden, x):
+            (reset, update, new), first = jnp.split(x[0], 3, axis=-1), x[1]
+            hidden = jnp.where(first[:, None], 0.0, hidden)  # a new episode remembers nothing
+            reset = nn.sigmoid(reset + hidden @ recurrent[0])
+            update = nn.sigmoid(update + hidden @ recurrent[1])
+            new = nn.tanh(new + reset * (hidden @ recurrent[2] + bias))
+            hidden = (1 - update) * new + update * hidden
+            return hidden, hidden
+
+        hidden, x = jax.lax.scan(step, hidden, (gates, first))
+        head = lambda size, scale: dense(size, scale)(nn.tanh(dense(self.width)(nn.tanh(dense(self.width)(x)))))
+        return hidden, head(self.num_actions, 0.0), head(1, 1.0)[..., 0]  # scale 0: the first policy is uniform
+
+
+@flax.struct.dataclass
+class Model:
+    params: Any
+    opt_state: Any
+
+
+def clipped_update(loss_fn, model, args, learning_rate, *inputs):
+    """One Adam step on loss_fn(params, args, *inputs) -> (loss, aux), with the gradient clipped to its norm."""
+    grads, aux = jax.grad(loss_fn, has_aux=True)(model.params, args, *inputs)
+    updates, opt_state = optimizer(args).update(grads, model.opt_state)
+    params = jax.tree.map(lambda x, u: x - learning_rate * u, model.params, updates)
+    return Model(params, opt_state), aux
+
+
+def optimizer(args):
+    return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
+
+
+# ------------------------------------------------------------------------------------------- the method: C-TeC
+def unit(x):
+    return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-12)
+
+
+def encode_pair(params, args, obs, action):
+    """phi(s, a): (..., representation_size), of unit length."""
+    pair = jnp.concatenate([obs, jax.nn.one_hot(action, CraftaxClassic.num_actions)], axis=-1)
+    return unit(MLP(args.encoder_width, args.representation_size, 3).apply(params["phi"], pair))
+
+
+def encode_future(params, args, future):
+    """psi(s_f): (..., representation_size), of unit length."""
+    return unit(MLP(args.encoder_width, args.representation_size, 3).apply(params["psi"], future))
+
+
+def l2_similarity(phi, psi):
+    """C = -|phi_i - psi_j|_2 for all pairs of rows."""
+    product = jnp.matmul(phi, psi.T, precision="highest")  # TF32 would be felt near 0
+    squared = jnp.sum(phi**2, axis=-1)[:, None] + jnp.sum(psi**2, axis=-1) - 2 * product
+    return -jnp.sqrt(jnp.maximum(squared, 0.0) + 1e-8)
+
+
+def steps_left(done):
+    """(T, N) how many states follow the one of each step in its episode, inside the rollout. done is the one after a
+    step: the state of such a step is the last of its episode. The state after the rollout's last step is the (T+1)-th.
+    """
+    t = jnp.arange(len(done))[:, None]
+    return jax.lax.cummin(jnp.where(done, t, len(done)), axis=0, reverse=True) - t
+
+
+def truncated_geometric(key, left, gamma):
+    """Offsets 1..left with P(k) ~ gamma^(k-1), by the inverse of the distribution function; 0 where nothing is left."""
+    log_gamma = jnp.log(gamma)
+    u = jax.random.uniform(key, left.shape)
+    k = jnp.ceil(jnp.log1p(u * jnp.expm1(left * log_gamma)) / log_gamma).astype(jnp.int32)
+    return jnp.clip(k, jnp.minimum(left, 1), left)
+
+
+def sample_futures(key, args, left):
+    """(T, N) time of one future of each step, by a draw of its own (Eq. 1); the step itself where nothing is left."""
+    return jnp.arange(len(left))[:, None] + truncated_geometric(key, left, args.gamma_cl)
+
+
+def intrinsic_reward(args, params, key, states, action, left):
+    """(T, N) the reward of Appendix E.4, sum_k gamma_cl^(k-1) |phi_t - psi_(t+k)|, for states (T+1, N, state_size):
+    phi is computed once for each of T steps and psi once for each of T+1 states, and never for a pair."""
+    phi, psi = encode_pair(params, args, states[:-1], action), encode_future(params, args, states)
+    distance = -jax.vmap(l2_similarity, in_axes=1)(phi, psi)  # (N, T, T+1)
+    if args.reward_samples == "single":
+        one = jnp.take_along_axis(distance, sample_futures(key, args, left).T[..., None], axis=-1)[..., 0].T
+        return jnp.where(left > 0, one, 0.0)
+    k = jnp.arange(len(psi)) - jnp.arange(len(phi))[:, None]  # (T, T+1)
+    weight = jnp.where((k >= 1) & (k <= left.T[..., None]), args.gamma_cl ** (k - 1.0), 0.0)
+    total = jnp.sum(weight, axis=-1) if args.normalize_reward else 1.0
+    return (jnp.sum(weight * distance, axis=-1) / jnp.maximum(total, 1e-8)).T
+
+
+def weighted_mean(x, weight):
+    return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+
+
+def infonce(logits, weight, logsumexp_penalty):
+    """InfoNCE over the rows, positives on the diagonal (Eq. 2), and the penalty on logsumexp^2."""
+    lse = jax.nn.logsumexp(logits, axis=1)  # (B,)
+    return weighted_mean(lse - jnp.diag(logits) + logsumexp_penalty * lse**2, weight)
+
+
+def encoder_loss(params, args, obs, action, future, has_future):
+    """InfoNCE of a minibatch in parts of `contrastive_batch` rows."""
+    phi, psi = encode_pair(params, args, obs, action), encode_future(params, args, future)
+    parts = lambda x: x.reshape(-1, args.contrastive_batch, *x.shape[1:])
+    tau = jnp.exp(params["log_tau"]) if args.learn_tau else 1.0
+    logits = jax.vmap(l2_similarity)(parts(phi), parts(psi)) / tau  # (parts, rows, rows)
+    loss = jnp.mean(jax.vmap(infonce, (0, 0, None))(logits, parts(has_future), args.logsumexp_penalty))
+    rows, positive = args.contrastive_batch, jnp.diagonal(logits, axis1=1, axis2=2)
+    return loss, dict(
+        contrastive_loss=loss, tau=jnp.exp(params["log_tau"]),  # stays at 1 if it is not learned
+        accuracy=weighted_mean(jnp.argmax(logits, axis=2) == jnp.arange(rows), parts(has_future)),
+        logits_positive=weighted_mean(positive, parts(has_future)),
+        logits_negative=(jnp.mean(logits) * rows - jnp.mean(positive)) / (rows - 1),
+        phi_variance=jnp.mean(jnp.var(phi, axis=0)), psi_variance=jnp.mean(jnp.var(psi, axis=0)),
+    )  # fmt: skip
+
+
+def shuffled_groups(key, args, steps, envs):
+    """(minibatches, rows) all pairs of a rollout in random order, `rows_per_env` of one environment side by side."""
+    key_steps, key_groups = jax.random.split(key)
+    order = jnp.arange(steps * envs).reshape(steps, envs)
+    order = jax.random.permutation(key_steps, order, independent=True)  # each environment's steps for themselves
+    groups = order.reshape(-1, args.rows_per_env, envs).swapaxes(1, 2).reshape(-1, args.rows_per_env)
+    return jax.random.permutation(key_groups, groups).reshape(args.encoder_minibatches, -1)
+
+
+def update_encoders(args, model, key, states, action, left):
+    """`encoder_epochs` passes over all pairs of a rollout, in `encoder_minibatches` steps each."""
+    flat = lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...)
+
+    def epoch(model, key):
+        key_future, key_order = jax.random.split(key)
+        future = sample_futures(key_future, args, left) * left.shape[1] + jnp.arange(left.shape[1])
+
+        def step(model, rows):
+            has_future = (flat(left)[rows] > 0).astype(jnp.float32)
+            batch = flat(states)[rows], flat(action)[rows], flat(states)[flat(future)[rows]], has_future
+            return clipped_update(encoder_loss, model, args, args.encoder_learning_rate, *batch)
+
+        return jax.lax.scan(step, model, shuffled_groups(key_order, args, *left.shape))
+
+    model, metrics = jax.lax.scan(epoch, model, jax.random.split(key, args.encoder_epochs))
+    return model, jax.tree.map(jnp.mean, metrics)
+
+
+# ---------------------------------------------------------------------------------------------------------- PPO
+@flax.struct.dataclass
+class Rollout:
+    obs: jax.Array  # (T, N, state_size)
+    first: jax.Array  # (T, N) bool: the observation is the first of its episode
+    action: jax.Array  # (T, N)
+    log_prob: jax.Array  # (T, N)
+    value: jax.Array  # (T, N)
+    reward: jax.Array  # (T, N) the game's
+    done: jax.Array  # (T, N) bool: the episode ended with this step
+
+
+def policy(params, args, hidden, obs, first):
+    """Log-probabilities (T, B, actions) and values (T, B) of a sequence of steps, and the last hidden state."""
+    network = RecurrentActorCritic(args.agent_width, CraftaxClassic.num_actions)
+    hidden, logits, value = network.apply(params, hidden, obs, first)
+    return hidden, jax.nn.log_softmax(logits), value
+
+
+def gae(args, reward, value, done, last_value):
+    """(T, N) generalised advantage estimates, backwards over the steps."""
+
+    def step(carry, x):
+        advantage, next_value = carry
+        reward, value, done = x
+        error = reward + args.gamma * next_value * (1.0 - done) - value
+        advantage = error + args.gamma * args.gae_lambda * (1.0 - done) * advantage
+        return (advantage, value), advantage
+
+    start = jnp.zeros_like(last_value), last_value
+    return jax.lax.scan(step, start, (reward, value, done.astype(jnp.float32)), reverse=True)[1]
+
+
+def ppo_loss(params, args, hidden, rollout, advantage):
+    """The clipped objective, squared error of the values, and entropy, for whole sequences of some environments."""
+    _, log_probs, value = policy(params, args, hidden, rollout.obs, rollout.first)
+    log_prob = jnp.take_along_axis(log_probs, rollout.action[..., None], axis=-1)[..., 0]
+    log_ratio, target = log_prob - rollout.log_prob, advantage + rollout.value
+    advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)
+    ratio, clipped = jnp.exp(log_ratio), jnp.clip(jnp.exp(log_ratio), 1 - args.clip, 1 + args.clip)
+    policy_loss = -jnp.mean(jnp.minimum(ratio * advantage, clipped * advantage))
+    value_loss = 0.5 * jnp.mean((value - target) ** 2)
+    entropy = -jnp.mean(jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1))
+    loss = policy_loss + args.value_coef * value_loss - args.entropy_coef * entropy
+    return loss, dict(
+        policy_loss=policy_loss, value_loss=value_loss, entropy=entropy, value_mean=jnp.mean(value),
+        kl=jnp.mean(ratio - 1 - log_ratio), clipped=jnp.mean(ratio != clipped),
+    )  # fmt: skip
+
+
+def update_ppo(args, model, learning_rate, key, hidden, rollout, advantage):
+    """`update_epochs` passes over a rollout, in `num_minibatches` steps of some environments' whole sequences."""
+
+    def epoch(model, key):
+        order = jax.random.permutation(key, args.num_envs).reshape(args.num_minibatches, -1)
+
+        def step(model, envs):
+            batch = jax.tree.map(lambda x: x[:, envs], (rollout, advantage))
+            return clipped_update(ppo_loss, model, args, learning_rate, hidden[envs], *batch)
+
+        return jax.lax.scan(step, model, order)
+
+    model, metrics = jax.lax.scan(epoch, model, jax.random.split(key, args.update_epochs))
+    return model, jax.tree.map(jnp.mean, metrics)
+
+
+# ------------------------------------------------------------------------------------------------- achievements
+@flax.struct.dataclass
+class Episodes:
+    """The latest finished episodes, in a ring: number k is in row k % W."""
+
+    achievements: jax.Array  # (W, 22) bool
+    length: jax.Array  # (W,)
+    reward: jax.Array  # (W,) the game's
+    count: jax.Array  # () finished so far
+
+
+def insert_episodes(episodes, done, achievements, length, reward):
+    """Adds those of T x N steps that end an episode; if there are more than W of them, the last W."""
+    rank = jnp.cumsum(done.ravel())
+    keep = done.ravel() & (rank > rank[-1] - len(episodes.length))
+    row = jnp.where(keep, (episodes.count + rank - 1) % len(episodes.length), len(episodes.length))
+    put = lambda ring, x: ring.at[row].set(x.reshape(-1, *x.shape[2:]), mode="drop")
+    rings = episodes.achievements, episodes.length, episodes.reward
+    return Episodes(*map(put, rings, (achievements, length, reward)), episodes.count + rank[-1])
+
+
+def achievement_rates(episodes):
+    """(22,) fraction of the latest episodes that unlocked each; 0 before the first one ended."""
+    return jnp.sum(episodes.achievements, axis=0) / jnp.clip(episodes.count, 1, len(episodes.length))
+
+
+def crafter_score(rates):
+    return jnp.exp(jnp.mean(jnp.log(1 + 100 * rates))) - 1
+
+
+def episode_metrics(episodes):
+    rates, stored = achievement_rates(episodes), jnp.clip(episodes.count, 1, len(episodes.length))
+    return dict(zip(ACHIEVEMENTS, rates)) | dict(
+        achievements=jnp.sum(rates), crafter_score=crafter_score(rates), episodes=episodes.count,
+        episode_length=jnp.sum(episodes.length) / stored, episode_return=jnp.sum(episodes.reward) / stored,
+    )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------- training
+@flax.struct.dataclass
+class Players:
+    """What goes from step to step, (N, ...)."""
+
+    world: Any  # Craftax's state
+    obs: jax.Array
+    first: jax.Array  # bool: obs is the first of its episode
+    hidden: jax.Array  # of the GRU
+    length: jax.Array  # steps and reward of the episode so far
+    reward: jax.Array
+
+
+@flax.struct.dataclass
+class TrainState:
+    key: jax.Array
+    iteration: jax.Array
+    players: Players
+    episodes: Episodes
+    random_rates: jax.Array  # (22,) of the random policy
+    encoders: Model  # {"phi", "psi", "log_tau"}
+    agent: Model
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def init_state(args, env):
+    """The whole state of a run: everything that a checkpoint holds."""
+    key, key_env, key_phi, key_psi, key_agent = jax.random.split(jax.random.PRNGKey(args.seed), 5)
+    players = new_players(args, env, key_env, args.num_envs)
+    encoder = MLP(args.encoder_width, args.representation_size, 3)
+    future, pair = jnp.zeros((1, env.state_size)), jnp.zeros((1, env.state_size + env.num_actions))
+    encoders = {"phi": encoder.init(key_phi, pair), "psi": encoder.init(key_psi, future), "log_tau": jnp.zeros(())}
+    network = RecurrentActorCritic(args.agent_width, env.num_actions)
+    agent = network.init(key_agent, players.hidden, players.obs[None], players.first[None])
+    model = lambda params: Model(params, optimizer(args).init(params))
+    zero = lambda *size, dtype=jnp.int32: jnp.zeros(size, dtype)
+    window = args.episode_window
+    episodes = Episodes(zero(window, 22, dtype=bool), zero(window), zero(window, dtype=jnp.float32), zero())
+    return TrainState(
+        key=key, iteration=zero(), players=players, episodes=episodes, random_rates=zero(22, dtype=jnp.float32),
+        encoders=model(encoders), agent=model(agent),
+    )  # fmt: skip
+
+
+def new_players(args, env, key, number):
+    """In new worlds, which are made 32 at a time: more need much memory, and a CPU is slower with more."""
+    world, obs = jax.lax.map(env.reset, jax.random.split(key, number), batch_size=32)
+    zero = lambda *size, dtype=jnp.float32: jnp.zeros((number, *size), dtype)
+    return Players(world, obs, zero(dtype=bool) | True, zero(args.agent_width), zero(dtype=jnp.int32), zero())
+
+
+def act(args, env, params, now, key):
+    """One step of the policy in every environment, without resets: the players after it, and the transition."""
+    key_action, key_env = jax.random.split(key)
+    hidden, log_probs, value = policy(params, args, now.hidden, now.obs[None], now.first[None])
+    action = jax.random.categorical(key_action, log_probs[0])
+    log_prob = jnp.take_along_axis(log_probs[0], action[:, None], axis=-1)[:, 0]
+    keys = jax.random.split(key_env, len(action))
+    world, obs, reward, done = jax.vmap(env.step)(keys, now.world, action)
+    after = Players(world, obs, jnp.zeros_like(done), hidden, now.length + 1, now.reward + reward)
+    return after, Rollout(now.obs, now.first, action, log_prob, value[0], reward, done)
+
+
+def play(args, env, state, key):
+    """`num_steps` steps in every environment. An episode that ends goes on in a new world. These are made beforehand,
+    one for `reset_ratio` environment steps, and taken in turn (again from the first one, should they run out)."""
+    key_worlds, key_steps = jax.random.split(key)
+    starts = new_players(args, env, key_worlds, -(-args.num_envs * args.num_steps // args.reset_ratio))
+
+    def step(carry, key):
+        now, used = carry
+        after, transition = act(args, env, state.agent.params, now, key)
+        done = transition.done
+        ended = done, after.world.achievements, after.length, after.reward  # before the reset
+        fresh = (used + jnp.cumsum(done) - 1) % len(starts.length)
+        restart = lambda start, x: jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start[fresh], x)
+        return (jax.tree.map(restart, starts, after), used + jnp.sum(done)), (transition, ended)
+
+    keys = jax.random.split(key_steps, args.num_steps)
+    (players, _), (rollout, ended) = jax.lax.scan(step, (state.players, 0), keys)
+    return players, rollout, insert_episodes(state.episodes, *ended)
+
+
+def update(args, state, key, hidden, rollout):
+    """Rewards from the encoders as they are, then the updates of the encoders and, once the random policy has had its
+    turn, of the agent; hidden is the GRU's at the first step of the rollout."""
+    key_reward, key_encoders, key_agent = jax.random.split(key, 3)
+    reward, metrics = args.task_reward_coef * rollout.reward, {}
+    if args.intrinsic_coef:
+        states, left = jnp.concatenate([rollout.obs, state.players.obs[None]]), steps_left(rollout.done)
+        intrinsic = intrinsic_reward(args, state.encoders.params, key_reward, states, rollout.action, left)
+        reward += args.intrinsic_coef * intrinsic
+        encoders, metrics = update_encoders(args, state.encoders, key_encoders, states, rollout.action, left)
+        metrics |= dict(reward_mean=jnp.mean(intrinsic), reward_std=jnp.std(intrinsic))
+        state = state.replace(encoders=encoders)
+    players, learning_rate = state.players, args.learning_rate * (1 - (state.iteration - 1) / args.num_iterations)
+    inputs = players.hidden, players.obs[None], players.first[None]
+    last_value = policy(state.agent.params, args, *inputs)[2][0]
+    advantage = gae(args, reward, rollout.value, rollout.done, last_value)
+    run = lambda agent: update_ppo(args, agent, learning_rate, key_agent, hidden, rollout, advantage)
+    wait = lambda agent: (agent, jax.tree.map(lambda m: jnp.full(m.shape, jnp.nan), jax.eval_shape(run, agent)[1]))
+    agent, ppo_metrics = jax.lax.cond(state.iteration > args.random_iterations, run, wait, state.agent)
+    return state.replace(agent=agent), metrics | ppo_metrics | {"learning_rate": learning_rate}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def train_iteration(args, env, state):
+    """Play, then learn: all on the device, compiled once in a run."""
+    key, key_play, key_update = jax.random.split(state.key, 3)
+    hidden, iteration = state.players.hidden, state.iteration + 1
+    players, rollout, episodes = play(args, env, state, key_play)
+    rates = jnp.where(iteration > args.random_iterations, state.random_rates, achievement_rates(episodes))
+    state = state.replace(key=key, iteration=iteration, players=players, episodes=episodes, random_rates=rates)
+    state, metrics = update(args, state, key_update, hidden, rollout)
+    metrics["parameter_norm"] = optax.global_norm((state.encoders.params, state.agent.params))
+    return state, metrics | episode_metrics(episodes)
+
+
+# ------------------------------------------------------------------------------- logging, pictures, checkpoint
+METRICS = """iteration steps seconds steps_per_second achievements crafter_score episodes episode_length episode_return
+    reward_mean reward_std contrastive_loss accuracy logits_positive logits_negative tau phi_variance psi_variance
+    policy_loss value_loss value_mean entropy kl clipped learning_rate parameter_norm""".split() + ACHIEVEMENTS
+
+
+def fail(message, code=2):
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def clock(seconds):
+    unit, name = (1, "s") if seconds < 90 else (60, "min") if seconds < 5400 else (3600, "h")
+    return f"{seconds / unit:,.{int(unit > 1)}f} {name}"
+
+
+def show_progress(args, row, result, learning):
+    """One line that is rewritten on a terminal; elsewhere a line for each twentieth of the run."""
+    done, last = row["iteration"] / args.num_iterations, row["iteration"] == args.num_iterations
+    left = clock(row["steps"] * (1 / done - 1) / row["steps_per_second"])
+    text = f"[{'#' * int(30 * done):30}] {done:4.0%}  {result}  {row['steps_per_second']:,.0f} steps/s"
+    text += f"  {left} left     " if learning else "  not learning yet"
+    if sys.stdout.isatty() or last or row["iteration"] % -(-args.num_iterations // 20) == 0:
+        print(text, end="\r" if sys.stdout.isatty() and not last else "\n", flush=True)
+
+
+def write_atomically(path, write):
+    """write(file) into a temporary file, which then takes the place of path: a kill or a full disk loses nothing."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_checkpoint(path, state):
+    leaves = {jax.tree_util.keystr(name): np.asarray(x) for name, x in jax.tree_util.tree_leaves_with_path(state)}
+    write_atomically(path, lambda file: file.write(flax.serialization.msgpack_serialize(leaves)))
+
+
+def load_checkpoint(path, template):
+    """The state in path, which must have the structure, shapes and types of template."""
+    try:
+        leaves = flax.serialization.msgpack_restore(path.read_bytes())
+    except OSError as error:
+        fail(f"{path}: {error.strerror}; --resume takes the folder of a run that has saved a checkpoint")
+    except Exception:  # msgpack has many
+        fail(f"{path} is cut short or damaged; put a copy of it in its place, or start again without --resume")
+    expected, treedef = jax.tree_util.tree_flatten_with_path(template)
+    expected = {jax.tree_util.keystr(name): x for name, x in expected}
+    for name, x in expected.items():
+        found = leaves.get(name) if isinstance(leaves, dict) else None
+        if getattr(found, "shape", None) != x.shape or found.dtype != x.dtype:
+            fail(f"{path} is not a checkpoint of this run: it has no {name} of type {x.dtype}{list(x.shape)}")
+    return treedef.unflatten([jnp.asarray(leaves[name]) for name in expected])
+
+
+def open_metrics(path, iteration):
+    """metrics.csv with its rows up to this iteration, open for more, and the seconds that those took."""
+    rows = [line.split(",") for line in path.read_text().splitlines()[1:]] if path.exists() else []
+    rows = [row for row in rows if len(row) == len(METRICS) and int(row[0]) <= iteration]
+    write_atomically(path, lambda file: file.write("".join(",".join(row) + "\n" for row in [METRICS, *rows]).encode()))
+    return open(path, "a"), float(rows[-1][METRICS.index("seconds")]) if rows else 0.0
+
+
+def save_bars(args, folder, state, title):
+    """achievements.png: how many of the latest episodes unlocked each achievement, and how many of the random ones."""
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("Agg")
+    rates, place = np.asarray(achievement_rates(state.episodes)), np.arange(len(ACHIEVEMENTS))
+    figure, axes = plt.subplots(figsize=(8, 7), layout="constrained")
+    uniform = np.asarray(state.random_rates), "uniform random actions", "0.7"
+    for shift, (values, label, color) in {-0.2: (rates, "this policy", "tab:blue"), 0.2: uniform}.items():
+        bars = axes.barh(place + shift, 100 * values, height=0.4, color=color, label=f"{label}: sum {values.sum():.2f}")
+        axes.bar_label(bars, [f"{100 * x:.1f}" if x else "0" for x in values], padding=2, fontsize=6)
+    axes.set(yticks=place, yticklabels=[name.replace("_", " ") for name in ACHIEVEMENTS], xlim=(0, 108), title=title)
+    axes.set_xlabel("episodes that unlocked it (%)")
+    axes.invert_yaxis()
+    axes.legend(loc="lower right")
+    write_atomically(folder / "achievements.png", lambda file: figure.savefig(file, dpi=100, format="png"))
+    plt.close(figure)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def watch(args, env, params, key):
+    """The worlds of one player for `video_steps` steps, and whether its episode ended with each."""
+
+    def step(now, key):
+        after, transition = act(args, env, params, now, key)
+        return after, (now.world, transition.done)
+
+    key_start, key_steps = jax.random.split(key)
+    start = new_players(args, env, key_start, 1)
+    return jax.lax.scan(step, start, jax.random.split(key_steps, args.video_steps))[1]  # (video_steps, 1, ...)
+
+
+def save_gif(args, env, folder, state):
+    """rollout.gif: one episode of the policy, drawn by Craftax, with the achievements as they are unlocked."""
+    from craftax.craftax_classic import renderer
+    from PIL import Image, ImageDraw, ImageFont
+
+    size, font = 16, ImageFont.load_default(13)
+    # the textures of this size only, without Craftax's cache, a file among its sources
+    renderer.load_all_textures = lambda: {size: renderer.load_all_textures_given_size(size)}
+    worlds, done = watch(args, env, state.agent.params, state.key)
+    length = int(np.argmax(done)) + 1 if np.any(done) else args.video_steps
+    worlds = jax.tree.map(lambda x: x[:length, 0], worlds)
+    frames = np.asarray(jax.lax.map(renderer.make_craftax_pixel_renderer(size), worlds)).astype(np.uint8)
+    unlocked, pictures = np.asarray(worlds.achievements), []  # (length, 22)
+    since = np.where(unlocked[-1], np.argmax(unlocked, axis=0), length)
+    for t, frame in enumerate(frames):
+        picture = Image.new("RGB", (2 * frame.shape[1] + 190, 2 * frame.shape[0]), "black")
+        picture.paste(Image.fromarray(frame).resize((2 * frame.shape[1], 2 * frame.shape[0]), Image.NEAREST))
+        lines = [(f"step {t} of {length}", "white")]
+        for i in np.argsort(since, kind="stable")[: unlocked[t].sum()]:
+            color = "yellow" if t - since[i] < 10 else "gray"
+            lines.append((f"{since[i]:4d}  {ACHIEVEMENTS[i].replace('_', ' ')}", color))
+        for row, (text, color) in enumerate(lines):
+            ImageDraw.Draw(picture).text((2 * frame.shape[1] + 10, 6 + 15 * row), text, color, font)
+        pictures.append(picture.quantize(64, dither=Image.Dither.NONE))
+    options = dict(format="GIF", save_all=True, append_images=pictures[1:], duration=100, loop=0)
+    write_atomically(folder / "rollout.gif", lambda file: pictures[0].save(file, **options))
+
+
+# --------------------------------------------------------------------------------------------------------- main
+def parse_args(argv=None):
+    """The paper's numbers, then the preset's, or those of the run that is resumed; explicit flags win."""
+
+    def parse(default):
+        box = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(box):
+                return tyro.cli(Args, args=argv, default=default, description=__doc__)
+        except SystemExit as stop:
+            if stop.code:  # tyro's framed message, as one line
+                text = re.split("[-─]{4,}", re.sub("[│╭╮╰╯]", " ", box.getvalue()))[1:2] or [box.getvalue()]
+                fail(" ".join(text[0].split()) + "; see --help")
+            raise
+
+    args = parse(Args())
+    default = Args(**PAPER.get(args.env.split("_")[0], {}) | PRESETS[args.preset])
+    if args.resume:
+        try:
+            default = Args(**json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume})
+        except (OSError, ValueError, TypeError) as error:
+            fail(f"--resume {args.resume}: it is not the folder of a run ({error})")
+    args = parse(default)
+    for name, value in dataclasses.asdict(args).items():
+        before, free = getattr(default, name), ("total_timesteps", "checkpoint_minutes", "track", "wandb_project")
+        if args.resume and value != before and name not in free:
+            fail(f"--{name.replace('_', '-')} {value}: the run in {args.resume} has {before}, which cannot change")
+    return args
+
+
+def check_numbers(args, at_least, below_one):
+    """One line and exit code 2 for a number that makes no sense: every number is above 0, but for these."""
+    for field in dataclasses.fields(Args):
+        value, low = getattr(args, field.name), at_least.get(field.name, 0)
+        if field.type in (int, float) and not (value >= low if field.name in at_least else value > 0):
+            words = f"at least {low}" if field.name in at_least else "above 0"
+            fail(f"--{field.name.replace('_', '-')} {value}: it must be {words}")
+        if field.name in below_one and value >= 1:
+            fail(f"--{field.name.replace('_', '-')} {value}: it must be below 1")
+
+
+def check_args(args):
+    at_least = dict.fromkeys(("seed", "logsumexp_penalty", "checkpoint_minutes", "video_steps", "entropy_coef"), 0)
+    at_least |= dict.fromkeys(("task_reward_coef", "intrinsic_coef", "random_iterations"), 0) | {"contrastive_batch": 2}
+    check_numbers(args, at_least, below_one=("gamma", "gamma_cl"))
+    if args.gae_lambda > 1:
+        fail(f"--gae-lambda {args.gae_lambda}: it must be at most 1")
+    if args.num_envs % args.num_minibatches:
+        fail(f"--num-minibatches {args.num_minibatches}: it must divide --num-envs {args.num_envs}")
+    pairs = args.num_envs * args.num_steps
+    if pairs % (args.encoder_minibatches * args.contrastive_batch):
+        rule = f"num_envs * num_steps / encoder_minibatches = {pairs / args.encoder_minibatches:,.10g}"
+        fail(f"--contrastive-batch {args.contrastive_batch}: it must divide {rule}")
+    if args.num_steps % args.rows_per_env or args.contrastive_batch % args.rows_per_env:
+        fail(f"--rows-per-env {args.rows_per_env}: it must divide --num-steps and --contrastive-batch")
+    if not args.task_reward_coef and not args.intrinsic_coef:
+        fail("--intrinsic-coef 0: nothing is left to learn from; give --task-reward-coef too")
+
+
+def expected_seconds(flops):
+    """A guess, from a timed matrix product: half its rate."""
+    x = jnp.ones((512, 512))
+    product = jax.jit(jnp.matmul).lower(x, x).compile()
+    began = time.time()
+    jax.block_until_ready([product(x, x) for _ in range(10)])
+    return 2 * flops * (time.time() - began) / (10 * 2 * 512**3)
+
+
+def start_run(args, env):
+    """The run's folder, its state (None in a new run), its next iteration, metrics.csv, and the seconds so far."""
+    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, state, first = Path(args.resume or f"{args.run_dir}/{name}"), None, 1
+    if args.resume:
+        state = load_checkpoint(folder / "checkpoint.msgpack", jax.eval_shape(lambda: init_state(args, env)))
+        first = int(state.iteration) + 1
+    if first > args.num_iterations:
+        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
+    try:
+        folder.mkdir(parents=True, exist_ok=bool(args.resume))
+        config = json.dumps(dataclasses.asdict(args) | {"resume": ""}, indent=1)
+        write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
+        return folder, state, first, *open_metrics(folder / "metrics.csv", first - 1)
+    except OSError as error:
+        fail(f"--run-dir {args.run_dir}: cannot write {folder}: {error.strerror}")
+
+
+def main(args):
+    """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
+    check_args(args)
+    env, script, steps = make_craftax(), Path(__file__).stem, args.num_envs * args.num_steps
+    folder, state, first, log, seconds_before = start_run(args, env)
+    checkpoint, shapes = folder / "checkpoint.msgpack", jax.eval_shape(lambda: init_state(args, env))
+    moments = {round(k * args.num_iterations / 5) for k in range(1, 6)}
+
+    device = jax.devices()[0]
+    weights = args.update_epochs, args.encoder_epochs * bool(args.intrinsic_coef)
+    models = shapes.agent.params, shapes.encoders.params
+    parameters = sum(n * x.size for n, params in zip(weights, models) for x in jax.tree.leaves(params))
+    flops = 6 * parameters * steps * (args.num_iterations - first + 1)
+    print(f"{script} on {args.env}, seed {args.seed}, into {folder}")
+    megabytes = 4e-6 * steps * env.state_size
+    print(f"device {device.platform} ({device.device_kind}), rollout buffer {megabytes:,.0f} MB, expected time about "
+          f"{clock(expected_seconds(flops))} for learning, plus the game's", flush=True)  # fmt: skip
+    if device.platform == "cpu" and args.preset == "paper":
+        print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
+    if args.track:
+        import wandb
+
+        config = dataclasses.asdict(args)
+        wandb.init(project=args.wandb_project, id=folder.name, resume="allow", config=config, dir=folder)
+    began = time.time()
+    state = state or init_state(args, env)
+    iterate = train_iteration.lower(args, env, state).compile()
+    print(f"compiled in {clock(time.time() - began)}", flush=True)
+
+    stop, recent, began, saved = [], [], time.time(), time.time()
+    handlers = {number: signal.signal(number, lambda number, _: stop.append(number)) for number in (2, 15)}
+    try:
+        for iteration in range(first, args.num_iterations + 1):
+            start, last = time.time(), iteration == args.num_iterations
+            state, metrics = iterate(state)
+            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            learning = iteration > args.random_iterations
+            checked = METRICS if learning else ["contrastive_loss", "parameter_norm"]  # PPO's are nan until it starts
+            bad = [name for name in checked if not np.isfinite(metrics.get(name, 0.0))]
+            if bad:
+                kept = "the last good one stays" if checkpoint.exists() else "there is none yet"
+                fail(f"iteration {iteration}: {bad[0]} is {metrics[bad[0]]}; checkpoint: {kept} in {folder}", code=1)
+            recent = [*recent[-19:], time.time() - start] if learning else []  # the rate is that of learning
+            rate = steps * len(recent) / sum(recent) if learning else steps / (time.time() - start)
+            row = {"iteration": iteration, "steps": iteration * steps, "steps_per_second": round(rate, 1)}
+            row |= {"seconds": round(seconds_before + time.time() - began, 1)}
+            row |= {name: value for name, value in metrics.items() if np.isfinite(value)}
+            log.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
+            log.flush()
+            show_progress(args, row, f"achievements {row['achievements']:.2f}", learning)
+            if args.track:
+                wandb.log(row, step=row["steps"])
+            if iteration in moments:
+                save_bars(args, folder, state, f"{script}, seed {args.seed}, {row['steps']:,} steps")
+            if stop or last or time.time() - saved >= 60 * args.checkpoint_minutes:
+                try:
+                    save_checkpoint(checkpoint, state)
+                except OSError as error:  # a full disk may have room again before the next one
+                    if stop or last:
+                        raise
+                    print(f"\nwarning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+                saved = time.time()
+            if stop and not last:
+                go_on = f"go on with: python {script}.py --resume {folder}"
+                fail(f"stopped by signal {stop[0]}; {go_on}", code=128 + stop[0])
+    finally:
+        log.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if args.track:
+            wandb.finish()
+    if args.video_steps:
+        print("drawing rollout.gif", flush=True)
+        save_gif(args, env, folder, state)
+    pictures = ", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".gif")))
+    print(f"achievements {row['achievements']:.2f} an episode after {row['steps']:,} steps in {clock(row['seconds'])} "
+          f"(uniform random actions: {float(np.sum(state.random_rates)):.2f})")  # fmt: skip
+    print(f"pictures {pictures}\nfolder   {folder}")
+    return row | {"folder": str(folder)}
+
+
+if __name__ == "__main__":
+    try:
+        main(parse_args())
+    except OSError as error:  # a full disk, as a rule
+        fail(f"{error}; the last good checkpoint is untouched", code=1)
+    except KeyboardInterrupt:
+        fail("stopped before the first iteration", code=130)
