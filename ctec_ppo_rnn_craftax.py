@@ -38,13 +38,11 @@ import numpy as np
 import optax
 import tyro
 
-ENVS = ("craftax_classic",)
-
 
 # ---------------------------------------------------------------------------------------------------- arguments
 @dataclasses.dataclass(frozen=True)
 class Args:
-    env: Literal[ENVS] = "craftax_classic"
+    env: Literal["craftax_classic"] = "craftax_classic"
     """environment: Craftax-Classic-Symbolic-v1"""
     preset: Literal["paper", "laptop"] = "paper"
     """paper: the published sizes. laptop: the same algorithm in minutes on a CPU. Explicit flags win over it"""
@@ -745,7 +743,7 @@ def check_numbers(args, at_least, below_one):
             fail(f"--{field.name.replace('_', '-')} {value}: it must be below 1")
 
 
-def check_args(args):
+def check_craftax_args(args):
     at_least = dict.fromkeys(("seed", "logsumexp_penalty", "checkpoint_minutes", "video_steps", "entropy_coef"), 0)
     at_least |= dict.fromkeys(("task_reward_coef", "intrinsic_coef", "random_iterations"), 0) | {"contrastive_batch": 2}
     check_numbers(args, at_least, below_one=("gamma", "gamma_cl"))
@@ -792,7 +790,7 @@ def start_run(args, env):
 
 def main(args):
     """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
-    check_args(args)
+    check_craftax_args(args)
     env, script, steps = make_craftax(), Path(__file__).stem, args.num_envs * args.num_steps
     folder, state, first, log, seconds_before = start_run(args, env)
     checkpoint, shapes = folder / "checkpoint.msgpack", jax.eval_shape(lambda: init_state(args, env))

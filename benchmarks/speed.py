@@ -100,7 +100,7 @@ def brax(name, argv):
 def craftax(name, argv):
     script = importlib.import_module(name)
     args = script.parse_args(argv)
-    script.check_args(args)
+    script.check_craftax_args(args)
     env, key, steps = script.make_craftax(), jax.random.PRNGKey(0), args.num_envs * args.num_steps
     print(f"{name} on {jax.devices()[0].platform}: {args.num_envs} envs x {args.num_steps} steps, {args.num_minibatches} minibatches, {args.update_epochs} epochs")
     state, iteration = iteration_seconds(script, args, env, script.init_state(args, env), args.random_iterations)

@@ -120,7 +120,7 @@ def test_bad_input_is_one_line(case, tmp_path, capsys, monkeypatch):
 
 def test_presets_can_run():
     for preset in ctec.PRESETS:
-        ctec.check_args(ctec.parse_args(["--preset", preset]))
+        ctec.check_craftax_args(ctec.parse_args(["--preset", preset]))
     assert ctec.parse_args([]).num_envs == 1024 and ctec.parse_args(["--preset=laptop", "--num-envs=8"]).num_envs == 8
 
 
