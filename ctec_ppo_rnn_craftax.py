@@ -697,7 +697,7 @@ def save_gif(args, env, folder, state):
             lines.append((f"{since[i]:4d}  {ACHIEVEMENTS[i].replace('_', ' ')}", color))
         for row, (text, color) in enumerate(lines):
             ImageDraw.Draw(picture).text((2 * frame.shape[1] + 10, 6 + 15 * row), text, color, font)
-        pictures.append(picture.quantize(64, dither=Image.Dither.NONE))
+        pictures.append(picture.quantize(64))
     options = dict(format="GIF", save_all=True, append_images=pictures[1:], duration=100, loop=0)
     write_atomically(folder / "rollout.gif", lambda file: pictures[0].save(file, **options))
 

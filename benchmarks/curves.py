@@ -36,8 +36,8 @@ def main(out, column, *groups):
         except ValueError:
             pass
         runs = sorted((read(folder, column) for folder in glob.glob(pattern)), key=lambda run: run[3])
-        if not runs:
-            sys.exit(f"{pattern}: no run there")
+        if not runs or not all(len(run[0]) for run in runs):
+            sys.exit(f"{pattern}: no run there, or one without a row of {column}")
         length = min(len(run[0]) for run in runs)
         values = np.stack([run[1][:length] for run in runs])
         final, mean, std = values[:, -1], values.mean(axis=0), values.std(axis=0, ddof=1) if len(runs) > 1 else 0 * values[0]
