@@ -57,9 +57,7 @@ class Args:
     checkpoint_minutes: float = 10.0
     """time between checkpoints; there is one at the end, at Ctrl-C and at SIGTERM anyway"""
     track: bool = False
-    """send the metrics to wandb too (WANDB_MODE=offline works)"""
-    wandb_project: str = "ctec"
-    """project name on wandb"""
+    """send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)"""
     video_steps: int = 500
     """longest rollout.gif, in steps of an episode of the final policy; 0: none"""
     episode_window: int = 1024
@@ -236,6 +234,10 @@ def clipped_update(loss_fn, model, args, learning_rate, *inputs):
 
 def optimizer(args):
     return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
+
+
+def new_model(args, params):
+    return Model(params, optimizer(args).init(params))
 
 
 # ------------------------------------------------------------------------------------------- the method: C-TeC
@@ -428,6 +430,11 @@ class Episodes:
     count: jax.Array  # () finished so far
 
 
+def no_episodes(args):
+    zero = lambda *size, dtype=jnp.int32: jnp.zeros((args.episode_window, *size), dtype)
+    return Episodes(zero(len(ACHIEVEMENTS), dtype=bool), zero(), zero(dtype=jnp.float32), jnp.int32(0))
+
+
 def insert_episodes(episodes, done, achievements, length, reward):
     """Adds those of T x N steps that end an episode; if there are more than W of them, the last W."""
     rank = jnp.cumsum(done.ravel())
@@ -475,8 +482,8 @@ class TrainState:
     players: Players
     episodes: Episodes
     random_rates: jax.Array  # (22,) of the random policy
-    encoders: Model  # {"phi", "psi", "log_tau"}
     agent: Model
+    encoders: Model  # {"phi", "psi", "log_tau"}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -487,16 +494,15 @@ def init_state(args, env):
     encoder = MLP(args.encoder_width, args.representation_size, 3)
     future, pair = jnp.zeros((1, env.state_size)), jnp.zeros((1, env.state_size + env.num_actions))
     encoders = {"phi": encoder.init(key_phi, pair), "psi": encoder.init(key_psi, future), "log_tau": jnp.zeros(())}
-    network = RecurrentActorCritic(args.agent_width, env.num_actions)
-    agent = network.init(key_agent, players.hidden, players.obs[None], players.first[None])
-    model = lambda params: Model(params, optimizer(args).init(params))
-    zero = lambda *size, dtype=jnp.int32: jnp.zeros(size, dtype)
-    window = args.episode_window
-    episodes = Episodes(zero(window, 22, dtype=bool), zero(window), zero(window, dtype=jnp.float32), zero())
     return TrainState(
-        key=key, iteration=zero(), players=players, episodes=episodes, random_rates=zero(22, dtype=jnp.float32),
-        encoders=model(encoders), agent=model(agent),
+        key=key, iteration=jnp.int32(0), players=players, episodes=no_episodes(args), random_rates=jnp.zeros(22),
+        agent=new_agent(args, env, key_agent, players), encoders=new_model(args, encoders),
     )  # fmt: skip
+
+
+def new_agent(args, env, key, players):
+    network = RecurrentActorCritic(args.agent_width, env.num_actions)
+    return new_model(args, network.init(key, players.hidden, players.obs[None], players.first[None]))
 
 
 def new_players(args, env, key, number):
@@ -538,9 +544,20 @@ def play(args, env, state, key):
     return players, rollout, insert_episodes(state.episodes, *ended)
 
 
+def update_agent(args, state, key, hidden, rollout, reward):
+    """PPO on these rewards, once the random policy has had its turn; hidden is the GRU's at the first step."""
+    players, learning_rate = state.players, args.learning_rate * (1 - (state.iteration - 1) / args.num_iterations)
+    inputs = players.hidden, players.obs[None], players.first[None]
+    last_value = policy(state.agent.params, args, *inputs)[2][0]
+    advantage = gae(args, reward, rollout.value, rollout.done, last_value)
+    run = lambda agent: update_ppo(args, agent, learning_rate, key, hidden, rollout, advantage)
+    wait = lambda agent: (agent, jax.tree.map(lambda _: -jnp.inf, jax.eval_shape(run, agent)[1]))  # no values yet
+    agent, metrics = jax.lax.cond(state.iteration > args.random_iterations, run, wait, state.agent)
+    return agent, metrics | {"learning_rate": learning_rate}
+
+
 def update(args, state, key, hidden, rollout):
-    """Rewards from the encoders as they are, then the updates of the encoders and, once the random policy has had its
-    turn, of the agent; hidden is the GRU's at the first step of the rollout."""
+    """Rewards from the encoders as they are, then the updates of the encoders and of the agent."""
     key_reward, key_encoders, key_agent = jax.random.split(key, 3)
     reward, metrics = args.task_reward_coef * rollout.reward, {}
     if args.intrinsic_coef:
@@ -550,14 +567,8 @@ def update(args, state, key, hidden, rollout):
         encoders, metrics = update_encoders(args, state.encoders, key_encoders, states, rollout.action, left)
         metrics |= dict(reward_mean=jnp.mean(intrinsic), reward_std=jnp.std(intrinsic))
         state = state.replace(encoders=encoders)
-    players, learning_rate = state.players, args.learning_rate * (1 - (state.iteration - 1) / args.num_iterations)
-    inputs = players.hidden, players.obs[None], players.first[None]
-    last_value = policy(state.agent.params, args, *inputs)[2][0]
-    advantage = gae(args, reward, rollout.value, rollout.done, last_value)
-    run = lambda agent: update_ppo(args, agent, learning_rate, key_agent, hidden, rollout, advantage)
-    wait = lambda agent: (agent, jax.tree.map(lambda m: jnp.full(m.shape, jnp.nan), jax.eval_shape(run, agent)[1]))
-    agent, ppo_metrics = jax.lax.cond(state.iteration > args.random_iterations, run, wait, state.agent)
-    return state.replace(agent=agent), metrics | ppo_metrics | {"learning_rate": learning_rate}
+    agent, ppo_metrics = update_agent(args, state, key_agent, hidden, rollout, reward)
+    return state.replace(agent=agent), metrics | ppo_metrics
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -589,16 +600,6 @@ def clock(seconds):
     return f"{seconds / unit:,.{int(unit > 1)}f} {name}"
 
 
-def show_progress(args, row, result, learning):
-    """One line that is rewritten on a terminal; elsewhere a line for each twentieth of the run."""
-    done, last = row["iteration"] / args.num_iterations, row["iteration"] == args.num_iterations
-    left = clock(row["steps"] * (1 / done - 1) / row["steps_per_second"])
-    text = f"[{'#' * int(30 * done):30}] {done:4.0%}  {result}  {row['steps_per_second']:,.0f} steps/s"
-    text += f"  {left} left     " if learning else "  not learning yet"
-    if sys.stdout.isatty() or last or row["iteration"] % -(-args.num_iterations // 20) == 0:
-        print(text, end="\r" if sys.stdout.isatty() and not last else "\n", flush=True)
-
-
 def write_atomically(path, write):
     """write(file) into a temporary file, which then takes the place of path: a kill or a full disk loses nothing."""
     temporary = path.with_name(path.name + ".tmp")
@@ -618,47 +619,123 @@ def save_checkpoint(path, state):
 
 
 def load_checkpoint(path, template):
-    """The state in path, which must have the structure, shapes and types of template."""
+    """The state in path, which must have the structure and the shapes of template."""
     try:
         leaves = flax.serialization.msgpack_restore(path.read_bytes())
-    except OSError as error:
-        fail(f"{path}: {error.strerror}; --resume takes the folder of a run that has saved a checkpoint")
-    except Exception:  # msgpack has many
-        fail(f"{path} is cut short or damaged; put a copy of it in its place, or start again without --resume")
-    expected, treedef = jax.tree_util.tree_flatten_with_path(template)
-    expected = {jax.tree_util.keystr(name): x for name, x in expected}
-    for name, x in expected.items():
-        found = leaves.get(name) if isinstance(leaves, dict) else None
-        if getattr(found, "shape", None) != x.shape or found.dtype != x.dtype:
-            fail(f"{path} is not a checkpoint of this run: it has no {name} of type {x.dtype}{list(x.shape)}")
-    return treedef.unflatten([jnp.asarray(leaves[name]) for name in expected])
+        restore = lambda name, x: jnp.asarray(leaves[jax.tree_util.keystr(name)], x.dtype).reshape(x.shape)
+        return jax.tree_util.tree_map_with_path(restore, template)
+    except Exception as error:  # no file, half a file, a file that does not fit: each has its own
+        fail(f"{path} is no checkpoint of this run ({error!r}): put a copy in its place, or start without --resume")
 
 
-def open_metrics(path, iteration):
-    """metrics.csv with its rows up to this iteration, open for more, and the seconds that those took."""
-    rows = [line.split(",") for line in path.read_text().splitlines()[1:]] if path.exists() else []
-    rows = [row for row in rows if len(row) == len(METRICS) and int(row[0]) <= iteration]
-    write_atomically(path, lambda file: file.write("".join(",".join(row) + "\n" for row in [METRICS, *rows]).encode()))
-    return open(path, "a"), float(rows[-1][METRICS.index("seconds")]) if rows else 0.0
+def start_run(args, init, buffer, flops):
+    """The run's folder, its state (from init() or the checkpoint), and the seconds it took so far. The flops are those
+    of an iteration; buffer says what takes the memory."""
+    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, state, iteration, rows = Path(args.resume or f"{args.run_dir}/{name}"), None, 0, []
+    if args.resume:
+        state = load_checkpoint(folder / "checkpoint.msgpack", jax.eval_shape(init))
+        header, *rows = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
+        if header != METRICS:
+            fail(f"{folder}/metrics.csv is of another version of this script")
+        iteration = int(state.iteration)
+        rows = [row for row in rows if len(row) == len(METRICS) and int(row[0]) <= iteration]
+    if iteration >= args.num_iterations:
+        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
+    folder.mkdir(parents=True, exist_ok=bool(args.resume))
+    config = json.dumps(dataclasses.asdict(args) | {"resume": ""}, indent=1)
+    table = "".join(",".join(row) + "\n" for row in [METRICS, *rows])
+    write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
+    write_atomically(folder / "metrics.csv", lambda file: file.write(table.encode()))
+
+    device, x = jax.devices()[0], jnp.ones((1024, 1024))
+    multiply = jax.jit(jnp.matmul).lower(x, x).compile()
+    began = time.time()
+    jax.block_until_ready(multiply(x, x))
+    seconds = 2 * flops * (args.num_iterations - iteration) * (time.time() - began) / 2**31  # half a product's rate
+    expected = f"expected time about {clock(seconds)} for learning, plus the environments'" if flops else "no learning"
+    print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
+    print(f"device {device.platform} ({device.device_kind}), {buffer}, {expected}", flush=True)
+    if device.platform == "cpu" and args.preset == "paper":
+        print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
+    return folder, state or init(), float(rows[-1][METRICS.index("seconds")]) if rows else 0.0
 
 
-def save_bars(args, folder, state, title):
-    """achievements.png: how many of the latest episodes unlocked each achievement, and how many of the random ones."""
-    import matplotlib.pyplot as plt
+def show_progress(args, row, learning):
+    """One line that is rewritten on a terminal; elsewhere a line for each twentieth of the run."""
+    done, live, rate = row["iteration"] / args.num_iterations, sys.stdout.isatty(), row["steps_per_second"]
+    left = f"{clock(row['steps'] * (1 / done - 1) / rate)} left   " if learning else "not learning yet"
+    if live or done == 1 or row["iteration"] % -(-args.num_iterations // 20) == 0:
+        result = f"{METRICS[4]} {round(row[METRICS[4]], 2):,.10g}"  # coverage, or achievements
+        bar = f"[{'#' * int(30 * done):30}] {done:4.0%}  {result}  {rate:,.0f} steps/s  {left}"
+        print(bar, end="\r" if live and done < 1 else "\n", flush=True)
 
-    plt.switch_backend("Agg")
-    rates, place = np.asarray(achievement_rates(state.episodes)), np.arange(len(ACHIEVEMENTS))
-    figure, axes = plt.subplots(figsize=(8, 7), layout="constrained")
-    uniform = np.asarray(state.random_rates), "uniform random actions", "0.7"
-    for shift, (values, label, color) in {-0.2: (rates, "this policy", "tab:blue"), 0.2: uniform}.items():
-        bars = axes.barh(place + shift, 100 * values, height=0.4, color=color, label=f"{label}: sum {values.sum():.2f}")
-        axes.bar_label(bars, [f"{100 * x:.1f}" if x else "0" for x in values], padding=2, fontsize=6)
+
+def iterations(args, folder, state, seconds, steps, iterate):
+    """The state, a row of metrics, and whatever else iterate returns, after each iteration. Writes metrics.csv and,
+    when the caller is done with the iteration, the checkpoint; shows the progress; stops at Ctrl-C, at SIGTERM, and
+    when a metric is not finite (-inf means: no value yet)."""
+    if args.track:
+        import wandb
+
+        wandb.init(project="ctec", id=folder.name, resume="allow", config=dataclasses.asdict(args), dir=folder)
+    log, stop, recent, saved, learning = open(folder / "metrics.csv", "a"), [], [], time.time(), False
+    handlers = {number: signal.signal(number, lambda number, _: stop.append(number)) for number in (2, 15)}
+    try:
+        for iteration in range(int(state.iteration) + 1, args.num_iterations + 1):
+            began, last = time.time(), iteration == args.num_iterations
+            state, metrics, *more = iterate(state)
+            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            spent, values = time.time() - began, {name: metrics[name] for name in METRICS if name in metrics}
+            bad = [name for name, x in values.items() if not np.isfinite(x) and (learning or x != -np.inf)]
+            if bad:
+                words = f"iteration {iteration}: {bad[0]} is {values[bad[0]]}"
+                fail(f"{words}; the last good checkpoint, if there was one, is untouched in {folder}", code=1)
+            learning, seconds = -np.inf not in values.values(), seconds + spent
+            recent = [*recent[-19:], spent] if learning else []
+            row = {"iteration": iteration, "steps": iteration * steps, "seconds": round(seconds, 1)}
+            row |= {"steps_per_second": round(steps * max(len(recent), 1) / sum(recent or [spent]), 1)}
+            row |= {name: x for name, x in values.items() if np.isfinite(x)}
+            log.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
+            log.flush()
+            show_progress(args, row, learning)
+            if args.track:
+                wandb.log(row, step=row["steps"])
+            yield state, row, *more
+            if stop or last or time.time() - saved >= 60 * args.checkpoint_minutes:
+                try:
+                    save_checkpoint(folder / "checkpoint.msgpack", state)
+                except OSError as error:  # a full disk may have room again before the next one
+                    if stop or last:
+                        raise
+                    print(f"\nwarning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+                saved = time.time()
+            if stop and not last:
+                go_on = f"go on with: python {Path(__file__).name} --resume {folder}"
+                fail(f"stopped by signal {stop[0]}; {go_on}", code=128 + stop[0])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        log.close()
+        if args.track:
+            wandb.finish()
+
+
+def save_bars(folder, title, bars):
+    """achievements.png: the share of episodes that unlocked each achievement, for each {label: (22,) rates}."""
+    from matplotlib.figure import Figure
+
+    figure, place, height = Figure((8, 7), layout="constrained"), np.arange(len(ACHIEVEMENTS)), 0.8 / len(bars)
+    axes = figure.add_subplot()
+    for i, (label, rates) in enumerate(bars.items()):
+        shift, color, rates = (i + 0.5) * height - 0.4, ("tab:blue", "0.7")[i], np.asarray(rates)
+        drawn = axes.barh(place + shift, 100 * rates, height, color=color, label=f"{label}: sum {rates.sum():.2f}")
+        axes.bar_label(drawn, [f"{100 * x:.1f}" if x else "0" for x in rates], padding=2, fontsize=6)
     axes.set(yticks=place, yticklabels=[name.replace("_", " ") for name in ACHIEVEMENTS], xlim=(0, 108), title=title)
     axes.set_xlabel("episodes that unlocked it (%)")
     axes.invert_yaxis()
     axes.legend(loc="lower right")
-    write_atomically(folder / "achievements.png", lambda file: figure.savefig(file, dpi=100, format="png"))
-    plt.close(figure)
+    figure.savefig(folder / "achievements.png", dpi=100)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -674,16 +751,15 @@ def watch(args, env, params, key):
     return jax.lax.scan(step, start, jax.random.split(key_steps, args.video_steps))[1]  # (video_steps, 1, ...)
 
 
-def save_gif(args, env, folder, state):
-    """rollout.gif: one episode of the policy, drawn by Craftax, with the achievements as they are unlocked."""
+def save_gif(folder, worlds, done):
+    """rollout.gif: the first episode of the worlds (T, 1, ...), drawn by Craftax, with the achievements it unlocks."""
     from craftax.craftax_classic import renderer
     from PIL import Image, ImageDraw, ImageFont
 
     size, font = 16, ImageFont.load_default(13)
     # the textures of this size only, without Craftax's cache, a file among its sources
     renderer.load_all_textures = lambda: {size: renderer.load_all_textures_given_size(size)}
-    worlds, done = watch(args, env, state.agent.params, state.key)
-    length = int(np.argmax(done)) + 1 if np.any(done) else args.video_steps
+    length = int(np.argmax(done)) + 1 if np.any(done) else len(done)
     worlds = jax.tree.map(lambda x: x[:length, 0], worlds)
     frames = np.asarray(jax.lax.map(renderer.make_craftax_pixel_renderer(size), worlds)).astype(np.uint8)
     unlocked, pictures = np.asarray(worlds.achievements), []  # (length, 22)
@@ -707,172 +783,91 @@ def parse_args(argv=None):
     """The paper's numbers, then the preset's, or those of the run that is resumed; explicit flags win."""
 
     def parse(default):
-        box = io.StringIO()
         try:
-            with contextlib.redirect_stderr(box):
+            with contextlib.redirect_stderr(io.StringIO()) as box:
                 return tyro.cli(Args, args=argv, default=default, description=__doc__)
         except SystemExit as stop:
-            if stop.code:  # tyro's framed message, as one line
-                text = re.split("[-─]{4,}", re.sub("[│╭╮╰╯]", " ", box.getvalue()))[1:2] or [box.getvalue()]
-                fail(" ".join(text[0].split()) + "; see --help")
-            raise
+            if not stop.code:
+                raise
+            message = re.split("[─-]{4,}", box.getvalue())[1]  # the first part of tyro's framed one
+            fail(" ".join(re.sub("[│╮]", " ", message).split()) + "; see --help")
 
     args = parse(Args())
-    default = Args(**PAPER.get(args.env.split("_")[0], {}) | PRESETS[args.preset])
-    if args.resume:
-        try:
-            default = Args(**json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume})
-        except (OSError, ValueError, TypeError) as error:
-            fail(f"--resume {args.resume}: it is not the folder of a run ({error})")
-    args = parse(default)
+    if not args.resume:
+        return parse(Args(**PAPER.get(args.env.split("_")[0], {}) | PRESETS[args.preset]))
+    try:
+        return parse(Args(**json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume}))
+    except (OSError, ValueError, TypeError) as error:
+        fail(f"--resume {args.resume}: it is not the folder of a run of this script ({error})")
+
+
+def check_numbers(args):
+    """One line and exit code 2 for a number that makes no sense."""
     for name, value in dataclasses.asdict(args).items():
-        before, free = getattr(default, name), ("total_timesteps", "checkpoint_minutes", "track", "wandb_project")
-        if args.resume and value != before and name not in free:
-            fail(f"--{name.replace('_', '-')} {value}: the run in {args.resume} has {before}, which cannot change")
-    return args
+        zero, number = re.search("seed|minutes|coef|penalty|random|video", name), type(value) in (int, float)
+        if number and not (value > 0 or (zero and value == 0)):
+            fail(f"--{name.replace('_', '-')} {value}: it must be {'at least' if zero else 'above'} 0")
+        if name.startswith("gamma") and value >= 1:
+            fail(f"--{name.replace('_', '-')} {value}: it must be below 1")
 
 
-def check_numbers(args, at_least, below_one):
-    """One line and exit code 2 for a number that makes no sense: every number is above 0, but for these."""
-    for field in dataclasses.fields(Args):
-        value, low = getattr(args, field.name), at_least.get(field.name, 0)
-        if field.type in (int, float) and not (value >= low if field.name in at_least else value > 0):
-            words = f"at least {low}" if field.name in at_least else "above 0"
-            fail(f"--{field.name.replace('_', '-')} {value}: it must be {words}")
-        if field.name in below_one and value >= 1:
-            fail(f"--{field.name.replace('_', '-')} {value}: it must be below 1")
-
-
-def check_craftax_args(args):
-    at_least = dict.fromkeys(("seed", "logsumexp_penalty", "checkpoint_minutes", "video_steps", "entropy_coef"), 0)
-    at_least |= dict.fromkeys(("task_reward_coef", "intrinsic_coef", "random_iterations"), 0) | {"contrastive_batch": 2}
-    check_numbers(args, at_least, below_one=("gamma", "gamma_cl"))
+def check_ppo_args(args):
+    check_numbers(args)
     if args.gae_lambda > 1:
         fail(f"--gae-lambda {args.gae_lambda}: it must be at most 1")
     if args.num_envs % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches}: it must divide --num-envs {args.num_envs}")
-    pairs = args.num_envs * args.num_steps
-    if pairs % (args.encoder_minibatches * args.contrastive_batch):
-        rule = f"num_envs * num_steps / encoder_minibatches = {pairs / args.encoder_minibatches:,.10g}"
-        fail(f"--contrastive-batch {args.contrastive_batch}: it must divide {rule}")
-    if args.num_steps % args.rows_per_env or args.contrastive_batch % args.rows_per_env:
-        fail(f"--rows-per-env {args.rows_per_env}: it must divide --num-steps and --contrastive-batch")
     if not args.task_reward_coef and not args.intrinsic_coef:
         fail("--intrinsic-coef 0: nothing is left to learn from; give --task-reward-coef too")
 
 
-def expected_seconds(flops):
-    """A guess, from a timed matrix product: half its rate."""
-    x = jnp.ones((512, 512))
-    product = jax.jit(jnp.matmul).lower(x, x).compile()
-    began = time.time()
-    jax.block_until_ready([product(x, x) for _ in range(10)])
-    return 2 * flops * (time.time() - began) / (10 * 2 * 512**3)
+def check_encoder_args(args):
+    pairs = args.num_envs * args.num_steps
+    if pairs % (args.encoder_minibatches * args.contrastive_batch) or args.contrastive_batch < 2:
+        rule = f"num_envs * num_steps / encoder_minibatches = {pairs / args.encoder_minibatches:,.10g}"
+        fail(f"--contrastive-batch {args.contrastive_batch}: it must be at least 2, and divide {rule}")
+    if args.num_steps % args.rows_per_env or args.contrastive_batch % args.rows_per_env:
+        fail(f"--rows-per-env {args.rows_per_env}: it must divide --num-steps and --contrastive-batch")
 
 
-def start_run(args, env):
-    """The run's folder, its state (None in a new run), its next iteration, metrics.csv, and the seconds so far."""
-    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, state, first = Path(args.resume or f"{args.run_dir}/{name}"), None, 1
-    if args.resume:
-        state = load_checkpoint(folder / "checkpoint.msgpack", jax.eval_shape(lambda: init_state(args, env)))
-        first = int(state.iteration) + 1
-    if first > args.num_iterations:
-        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    try:
-        folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        config = json.dumps(dataclasses.asdict(args) | {"resume": ""}, indent=1)
-        write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
-        return folder, state, first, *open_metrics(folder / "metrics.csv", first - 1)
-    except OSError as error:
-        fail(f"--run-dir {args.run_dir}: cannot write {folder}: {error.strerror}")
+def finish_craftax(folder, row, random_rates):
+    """The last lines of a run, and what main returns."""
+    pictures = ", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".gif")))
+    print(f"achievements {row['achievements']:.2f} an episode after {row['steps']:,} steps in {clock(row['seconds'])} "
+          f"(uniform random actions: {float(np.sum(random_rates)):.2f})")  # fmt: skip
+    print(f"pictures {pictures}\nfolder   {folder}")
+    return row | {"folder": str(folder)}
 
 
 def main(args):
     """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
-    check_craftax_args(args)
-    env, script, steps = make_craftax(), Path(__file__).stem, args.num_envs * args.num_steps
-    folder, state, first, log, seconds_before = start_run(args, env)
-    checkpoint, shapes = folder / "checkpoint.msgpack", jax.eval_shape(lambda: init_state(args, env))
-    moments = {round(k * args.num_iterations / 5) for k in range(1, 6)}
-
-    device = jax.devices()[0]
-    weights = args.update_epochs, args.encoder_epochs * bool(args.intrinsic_coef)
-    models = shapes.agent.params, shapes.encoders.params
-    parameters = sum(n * x.size for n, params in zip(weights, models) for x in jax.tree.leaves(params))
-    flops = 6 * parameters * steps * (args.num_iterations - first + 1)
-    print(f"{script} on {args.env}, seed {args.seed}, into {folder}")
-    megabytes = 4e-6 * steps * env.state_size
-    print(f"device {device.platform} ({device.device_kind}), rollout buffer {megabytes:,.0f} MB, expected time about "
-          f"{clock(expected_seconds(flops))} for learning, plus the game's", flush=True)  # fmt: skip
-    if device.platform == "cpu" and args.preset == "paper":
-        print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
-    if args.track:
-        import wandb
-
-        config = dataclasses.asdict(args)
-        wandb.init(project=args.wandb_project, id=folder.name, resume="allow", config=config, dir=folder)
-    began = time.time()
-    state = state or init_state(args, env)
+    check_ppo_args(args)
+    check_encoder_args(args)
+    env, steps = make_craftax(), args.num_envs * args.num_steps
+    shapes = jax.eval_shape(lambda: init_state(args, env))
+    size = lambda model: sum(x.size for x in jax.tree.leaves(model.params))
+    encoder_epochs = args.encoder_epochs * bool(args.intrinsic_coef)
+    flops = 6 * steps * (args.update_epochs * size(shapes.agent) + encoder_epochs * size(shapes.encoders))
+    rollout = f"rollout buffer {4e-6 * steps * env.state_size:,.0f} MB"
+    folder, state, seconds = start_run(args, lambda: init_state(args, env), rollout, flops)
+    moments, began = {round(k * args.num_iterations / 5) for k in range(1, 6)}, time.time()
     iterate = train_iteration.lower(args, env, state).compile()
     print(f"compiled in {clock(time.time() - began)}", flush=True)
-
-    stop, recent, began, saved = [], [], time.time(), time.time()
-    handlers = {number: signal.signal(number, lambda number, _: stop.append(number)) for number in (2, 15)}
-    try:
-        for iteration in range(first, args.num_iterations + 1):
-            start, last = time.time(), iteration == args.num_iterations
-            state, metrics = iterate(state)
-            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-            learning = iteration > args.random_iterations
-            checked = METRICS if learning else ["contrastive_loss", "parameter_norm"]  # PPO's are nan until it starts
-            bad = [name for name in checked if not np.isfinite(metrics.get(name, 0.0))]
-            if bad:
-                kept = "the last good one stays" if checkpoint.exists() else "there is none yet"
-                fail(f"iteration {iteration}: {bad[0]} is {metrics[bad[0]]}; checkpoint: {kept} in {folder}", code=1)
-            recent = [*recent[-19:], time.time() - start] if learning else []  # the rate is that of learning
-            rate = steps * len(recent) / sum(recent) if learning else steps / (time.time() - start)
-            row = {"iteration": iteration, "steps": iteration * steps, "steps_per_second": round(rate, 1)}
-            row |= {"seconds": round(seconds_before + time.time() - began, 1)}
-            row |= {name: value for name, value in metrics.items() if np.isfinite(value)}
-            log.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
-            log.flush()
-            show_progress(args, row, f"achievements {row['achievements']:.2f}", learning)
-            if args.track:
-                wandb.log(row, step=row["steps"])
-            if iteration in moments:
-                save_bars(args, folder, state, f"{script}, seed {args.seed}, {row['steps']:,} steps")
-            if stop or last or time.time() - saved >= 60 * args.checkpoint_minutes:
-                try:
-                    save_checkpoint(checkpoint, state)
-                except OSError as error:  # a full disk may have room again before the next one
-                    if stop or last:
-                        raise
-                    print(f"\nwarning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
-                saved = time.time()
-            if stop and not last:
-                go_on = f"go on with: python {script}.py --resume {folder}"
-                fail(f"stopped by signal {stop[0]}; {go_on}", code=128 + stop[0])
-    finally:
-        log.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if args.track:
-            wandb.finish()
+    for state, row in iterations(args, folder, state, seconds, steps, iterate):
+        if row["iteration"] in moments:
+            title = f"{Path(__file__).stem}, seed {args.seed}, {row['steps']:,} steps"
+            bars = {"this policy": achievement_rates(state.episodes), "uniform random actions": state.random_rates}
+            save_bars(folder, title, bars)
     if args.video_steps:
         print("drawing rollout.gif", flush=True)
-        save_gif(args, env, folder, state)
-    pictures = ", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".gif")))
-    print(f"achievements {row['achievements']:.2f} an episode after {row['steps']:,} steps in {clock(row['seconds'])} "
-          f"(uniform random actions: {float(np.sum(state.random_rates)):.2f})")  # fmt: skip
-    print(f"pictures {pictures}\nfolder   {folder}")
-    return row | {"folder": str(folder)}
+        save_gif(folder, *watch(args, env, state.agent.params, state.key))
+    return finish_craftax(folder, row, state.random_rates)
 
 
 if __name__ == "__main__":
     try:
         main(parse_args())
     except OSError as error:  # a full disk, as a rule
-        fail(f"{error}; the last good checkpoint is untouched", code=1)
+        fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
     except KeyboardInterrupt:
         fail("stopped before the first iteration", code=130)

@@ -68,9 +68,7 @@ class Args:
     checkpoint_minutes: float = 10.0
     """time between checkpoints; there is one at the end, at Ctrl-C and at SIGTERM anyway"""
     track: bool = False
-    """send the metrics to wandb too (WANDB_MODE=offline works)"""
-    wandb_project: str = "ctec"
-    """project name on wandb"""
+    """send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)"""
 
     num_envs: int = 1024
     """parallel environments (paper Table 2; 256 on the humanoid)"""
@@ -87,7 +85,7 @@ class Args:
     multiplier: float = 1.0
     """gradient steps an iteration: num_envs * (episode_length - 1) * multiplier / batch_size (paper Table 2)"""
     learning_rate: float = 3e-4
-    """Adam, for actor, critics, alpha and encoders (paper Tables 2 and 3)"""
+    """Adam, for actor, critics, alpha and the model of the bonus (paper Tables 2 to 4)"""
     agent_width: int = 256
     """width of the two hidden layers of actor and critics (paper Table 2)"""
     gamma: float = 0.99
@@ -96,9 +94,9 @@ class Args:
     """how fast the target critics follow (authors' code)"""
 
     encoder_width: int = 1024
-    """width of the two hidden layers of phi and psi (paper Table 3)"""
+    """width of the hidden layers of the bonus's networks (paper Tables 3 and 4)"""
     representation_size: int = 64
-    """size of phi and psi (paper Table 3)"""
+    """size of a representation (paper Tables 3 and 4)"""
     gamma_cl: float = 0.99
     """discount of the future-state distribution, Eq. 1 (authors' code; 0.3 in Craftax)"""
     logsumexp_penalty: float = 0.1
@@ -190,9 +188,8 @@ class BraxMaze(Maze):
     def __init__(self, maze):
         super().__init__(maze)
         spec = mujoco.MjSpec.from_file(str(Path(brax.__file__).parent / "envs/assets" / self.xml))
-        spec.option.timestep = self.timestep
+        spec.option.timestep, half = self.timestep, self.cell / 2
         self.edit(spec)
-        half = self.cell / 2
         for x, y in self.walls:
             spec.worldbody.add_geom(type=mujoco.mjtGeom.mjGEOM_BOX, pos=(x, y, half / 2), size=(half, half, half / 2),
                                     contype=1, conaffinity=1)  # fmt: skip
@@ -204,19 +201,19 @@ class BraxMaze(Maze):
         self.action_size = self.sys.act_size()
 
     def from_q(self, q, qd):
-        return self.observe(brax.spring.pipeline.init(self.sys, q, qd), jnp.zeros(self.action_size))
+        return self.state(brax.spring.pipeline.init(self.sys, q, qd), jnp.zeros(self.action_size))
 
     def step(self, state, action):
         control = action * self.action_scale
         substep = lambda _, physics: brax.spring.pipeline.step(self.sys, physics, control)
-        return self.observe(jax.lax.fori_loop(0, 10, substep, state.physics), control)
+        return self.state(jax.lax.fori_loop(0, 10, substep, state.physics), control)
+
+    def state(self, physics, control):
+        z, (low, high) = physics.x.pos[0, 2], self.healthy
+        return EnvState(physics, self.observe(physics, control), (z < low) | (z > high))
 
     def frame(self, physics):
         return jax.tree.map(lambda x: x[0], physics.x)  # the links of the first environment, for the viewer
-
-    def unhealthy(self, physics):
-        z = physics.x.pos[0, 2]
-        return (z < self.healthy[0]) | (z > self.healthy[1])
 
 
 class AntMaze(BraxMaze):
@@ -224,7 +221,7 @@ class AntMaze(BraxMaze):
     broad_phase, action_scale = {"geom_pairs": 8, "contact_points": 12}, 1.0
 
     def edit(self, spec):
-        for geom in spec.geoms:  # these meet the walls, and the feet
+        for geom in spec.geoms:  # these meet the walls
             if geom.name.startswith(("torso", "aux")) or "foot" in geom.name:
                 geom.conaffinity = 1
 
@@ -234,7 +231,7 @@ class AntMaze(BraxMaze):
         return self.from_q(q.at[:2].set(self.start), 0.1 * jax.random.normal(key_qd, (14,)))
 
     def observe(self, physics, control):
-        return EnvState(physics, jnp.concatenate([physics.q, physics.qd]), self.unhealthy(physics))
+        return jnp.concatenate([physics.q, physics.qd])
 
 
 class HumanoidMaze(BraxMaze):
@@ -264,37 +261,28 @@ class HumanoidMaze(BraxMaze):
         com = jnp.sum(mass * x_i.pos, axis=0) / jnp.sum(mass)
         about_com = x_i.replace(pos=x_i.pos - com).vmap().do(inertia).i.reshape(-1, 9)
         velocity = base.Transform.create(pos=x_i.pos - x.pos).vmap().do(physics.xd)
+        velocities = jnp.hstack([velocity.vel * mass / jnp.sum(mass), velocity.ang])
         torque = actuator.to_tau(self.sys, control, physics.q, physics.qd)
-        inertias = jnp.hstack([about_com, mass]).ravel()
-        velocities = jnp.hstack([velocity.vel * mass / jnp.sum(mass), velocity.ang]).ravel()
-        obs = jnp.concatenate([physics.q, physics.qd, inertias, velocities, torque])
-        return EnvState(physics, obs, self.unhealthy(physics))
+        inertias = jnp.hstack([about_com, mass])
+        return jnp.concatenate([physics.q, physics.qd, inertias.ravel(), velocities.ravel(), torque])
 
 
 PANDA = np.array("""
-    0       0      0.333  0 4.970684  0.003875  0.002081 -0.04762   0.7115492  0.006343771 -0.01311239  0.7024853
-        0.707137    0.7034354   0.008524556 -2.8973  2.8973 4500 4500 87
-    0       0      0     -1 0.646926 -0.003141 -0.02872   0.003495 -0.1681748  0.8283659   -0.1228776   0.5200272
-        0.03103264  0.02830011  0.00273425  -1.7628  1.7628 4500 4500 87
-    0      -0.316  0      1 3.228604  0.027518  0.039252 -0.066502  0.6627688 -0.006783315  0.2520532   0.7050963
-        0.04150139  0.04147926  0.001246354 -2.8973  2.8973 2000 3500 87
-    0.0825  0      0      1 3.587895 -0.05317   0.104419  0.027454  0.6505804  0.5298217   -0.09620342  0.5355176
-        0.03495964  0.02814828  0.01062008  -3.0718 -0.0698 2000 3500 87
-   -0.0825  0.384  0     -1 1.225946 -0.011953  0.041065 -0.038437  0.9873133 -0.01219535   0.07191867 -0.1410372
-        0.03676254  0.02885309  0.00803437  -2.8973  2.8973 1000 2000 12
-    0       0      0      1 1.666555  0.060149 -0.014117 -0.010517  0.1010754  0.5933199    0.0287227   0.7980791
-        0.005842761 0.004310374 0.001597865 -0.0175  3.7525 1000 2000 12
-    0.088   0      0      1 0.735522  0.010517 -0.004252  0.061597  0.9929385 -0.07620412   0.07335952 -0.05370665
-        0.01273449  0.01010548  0.00451803  -2.8973  2.8973 1000 2000 12
-""".split(), float).reshape(7, 20)  # links 1-7: position in the parent (3), quarter turns about x, mass, centre of mass
-# (3), quaternion (4) and moments (3) of inertia, joint range (2), gain, stiffness and force limit of the motor
+    0      0    .333  0 4.970684 .003875 .002081 -.04762 .70337 .70661 .009117 -.000139 .006772 .019169 -2.8973 2.8973
+    0      0    0    -1 .646926 -.003141 -.02872 .003495 .007962 .02811 .025995 -.003925 .010254 .000704 -1.7628 1.7628
+    0     -.316 0  1 3.228604 .027518 .039252 -.066502 .037242 .036155 .01083 -.004761 -.011396 -.012805 -2.8973 2.8973
+    .0825  0    0  1 3.587895 -.05317 .104419 .027454 .025853 .019552 .028323 .007796 -.001332 .008641 -3.0718 -.0698
+   -.0825  .384 0 -1 1.225946 -.011953 .041065 -.038437 .035549 .029474 .008627 -.002117 -.004037 .000229 -2.8973 2.8973
+    0      0    0  1 1.666555 .060149 -.014117 -.010517 .001964 .004354 .005433 .000109 -.001158 .000341 -.0175 3.7525
+    .088   0    0  1 .735522 .010517 -.004252 .061597 .012516 .010027 .004815 -.000428 -.001196 -.000741 -2.8973 2.8973
+""".split(), float).reshape(7, 16)  # links 1-7: place in the parent (3), quarter turns about x, mass, its centre (3),
+# inertia xx, yy, zz, xy, xz, yz, and the joint's range
 
 
 class ArmBinpick:
     """A Franka Panda, and a cube in the blue one of two bins. Primitive geoms, which meet in listed pairs only."""
 
     state_size, action_size, position_size, bins = 18, 5, 3, None
-    broad_phase = {"geom_pairs": 10, "contact_points": 24}
     default_q = np.array([1.571, 0.742, 0, -1.571, 0, 3.054, 1.449, 0.04, 0.04])
     low, high, start = np.array([-8.0, -8.0, -1.0]), np.array([8.0, 8.0, 4.0]), np.array([-0.3, 0.6])
     grid = (32, 32, 10)
@@ -302,52 +290,38 @@ class ArmBinpick:
     outlines = [*(sides + (-0.3, 0.6, 0, 0)), *(sides + (0.3, 0.6, 0, 0))]  # of the blue and the red bin
 
     def __init__(self):
-        box, spec = mujoco.mjtGeom.mjGEOM_BOX, mujoco.MjSpec()
-        spec.compiler.degree = False
-        spec.option.timestep, spec.option.iterations, spec.option.ls_iterations = 0.002, 6, 12
-        spec.option.integrator, spec.option.impratio = mujoco.mjtIntegrator.mjINT_IMPLICITFAST, 10
-        for name, value in self.broad_phase.items():
-            spec.add_numeric(name="max_" + name, size=1, data=[value])
-        cube = spec.worldbody.add_body(name="cube", pos=(-0.3, 0.6, 0.07))
-        cube.add_freejoint()
-        cube.add_geom(name="cube", type=box, size=(0.03, 0.03, 0.03), density=1000)
-        table = dict(name="table", type=mujoco.mjtGeom.mjGEOM_PLANE, pos=(0, 0.2, 0), size=(2.8, 2.4, 0.1))
-        spec.worldbody.add_geom(**table)
-        for x, y, width, depth in self.outlines:
-            name, pos = f"bin{len(spec.geoms)}", (x + width / 2, y + depth / 2, 0.033)
-            spec.worldbody.add_geom(name=name, type=box, pos=pos, size=(width / 2, depth / 2, 0.033))
-        fixed = [geom.name for geom in spec.geoms if geom.name != "cube"]
-        body, motors = spec.worldbody, []
-        for row in PANDA:
-            body = body.add_body(pos=row[:3], quat=(1, row[3], 0, 0), mass=row[4], ipos=row[5:8], iquat=row[8:12],
-                                 inertia=row[12:15], explicitinertial=True)  # fmt: skip
-            body.add_joint(name=f"joint{len(motors)}", axis=(0, 0, 1), range=row[15:17], limited=True)
-            motors.append((*row[17:], row[15:17]))
+        text, fixed = lambda numbers: " ".join(map(str, numbers)), ["table", *(f"bin{i}" for i in range(8))]
+        bins = "".join(f"""<geom name="bin{i}" type="box" pos="{x + width / 2} {y + depth / 2} .033"
+            size="{width / 2} {depth / 2} .033"/>""" for i, (x, y, width, depth) in enumerate(self.outlines))
+        links = "".join(f"""<body pos="{text(row[:3])}" quat="1 {row[3]} 0 0">
+            <inertial mass="{row[4]}" pos="{text(row[5:8])}" fullinertia="{text(row[8:14])}"/>
+            <joint name="joint{i}" axis="0 0 1" range="{text(row[14:])}"/>""" for i, row in enumerate(PANDA))
         # the hand is rigid on link 7, turned by 45 degrees; the link's inertia is for both
         c, s = np.cos(np.pi / 8), np.sin(np.pi / 8)
-        hand = dict(type=mujoco.mjtGeom.mjGEOM_CAPSULE, size=(0.04, 0.06, 0), pos=(0, 0, 0.142), quat=(c, c, -s, -s))
-        body.add_geom(name="hand", **hand)
-        for name, quat in (("left", (c, 0, 0, -s)), ("right", (s, 0, 0, c))):
-            finger = body.add_body(pos=(0, 0, 0.1654), quat=quat, mass=0.015, ipos=(0, 0, 0), iquat=(1, 0, 0, 0),
-                                   inertia=(2.375e-6, 2.375e-6, 7.5e-7), explicitinertial=True)  # fmt: skip
-            finger.add_joint(name=f"joint{len(motors)}", type=mujoco.mjtJoint.mjJNT_SLIDE, axis=(0, 1, 0),
-                             range=(0, 0.05), limited=True, damping=5, armature=0.1)  # fmt: skip
-            finger.add_geom(name=name, type=box, size=(0.015, 0.005, 0.04), pos=(0, 0.0055, 0.035))
-            motors.append((0.09804, 500, 500, (0, 255)))
-        for i, (gain, stiffness, limit, targets) in enumerate(motors):
-            motor = spec.add_actuator(target=f"joint{i}", trntype=mujoco.mjtTrn.mjTRN_JOINT)
-            motor.gainprm[0], motor.biasprm[1:3] = gain, (-stiffness, -stiffness / 10)  # on control, on q and qd
-            motor.biastype, motor.ctrllimited, motor.forcelimited = mujoco.mjtBias.mjBIAS_AFFINE, True, True
-            motor.ctrlrange, motor.forcerange = targets, (-limit, limit)
-        fingers = dict(objtype=mujoco.mjtObj.mjOBJ_JOINT, name1="joint7", name2="joint8", data=[0, 1] + [0] * 10)
-        tight = dict(solref=(0.005, 1), solimp=(0.95, 0.99, 0.001, 0.5, 2))
-        spec.add_equality(type=mujoco.mjtEq.mjEQ_JOINT, **fingers, **tight)
-        for geom in spec.geoms:
-            geom.contype = geom.conaffinity = 0
-        for name, more in (("hand", ["cube"]), ("left", ["right", "cube"]), ("right", ["cube"]), ("cube", [])):
-            for other in fixed + more:
-                spec.add_pair(geomname1=name, geomname2=other)
-        self.sys = mjcf.load_model(spec.compile())
+        fingers = "".join(f"""<body pos="0 0 .1654" quat="{quat}">
+            <inertial mass=".015" pos="0 0 0" diaginertia="2.375e-6 2.375e-6 7.5e-7"/>
+            <joint name="joint{i}" type="slide" axis="0 1 0" range="0 .05" damping="5" armature=".1"/>
+            <geom name="finger{i}" type="box" size=".015 .005 .04" pos="0 .0055 .035"/>
+            </body>""" for i, quat in ((7, f"{c} 0 0 {-s}"), (8, f"{s} 0 0 {c}")))
+        motors = [(4500, 4500, 87)] * 2 + [(2000, 3500, 87)] * 2 + [(1000, 2000, 12)] * 3 + [(0.09804, 500, 500)] * 2
+        motors = "".join(f"""<general joint="joint{i}" gainprm="{gain}" biastype="affine" forcerange="{-limit} {limit}"
+            biasprm="0 {-stiffness} {-stiffness / 10}" ctrlrange="{text([*PANDA[:, 14:], (0, 255), (0, 255)][i])}"/>"""
+            for i, (gain, stiffness, limit) in enumerate(motors))  # fmt: skip
+        pairs = [(name, other) for name in ("hand", "finger7", "finger8", "cube") for other in fixed]
+        pairs += [("hand", "cube"), ("finger7", "finger8"), ("finger7", "cube"), ("finger8", "cube")]
+        self.sys = mjcf.load_model(mujoco.MjModel.from_xml_string(f"""<mujoco><compiler angle="radian"/>
+            <option timestep=".002" iterations="6" ls_iterations="12" integrator="implicitfast" impratio="10"/>
+            <custom><numeric name="max_geom_pairs" data="10"/><numeric name="max_contact_points" data="24"/></custom>
+            <default><geom contype="0" conaffinity="0"/></default>
+            <worldbody>
+                <body pos="-.3 .6 .07"><freejoint/><geom name="cube" type="box" size=".03 .03 .03"/></body>
+                <geom name="table" type="plane" pos="0 .2 0" size="2.8 2.4 .1"/> {bins} {links}
+                <geom name="hand" type="capsule" size=".04 .06" pos="0 0 .142" quat="{c} {c} {-s} {-s}"/>
+                {fingers} {"</body>" * len(PANDA)}
+            </worldbody>
+            <contact>{"".join(f'<pair geom1="{a}" geom2="{b}"/>' for a, b in pairs)}</contact>
+            <equality><joint joint1="joint7" joint2="joint8" solref=".005 1" solimp=".95 .99 .001 .5 2"/></equality>
+            <actuator>{motors}</actuator></mujoco>"""))  # fmt: skip
 
     def forward(self, data):
         """mjx.forward, but for the kinematics: XLA on a CPU would compute each link's pose anew for everything that
@@ -378,24 +352,21 @@ class ArmBinpick:
         return data
 
     def from_q(self, q, qd):
-        return self.observe(self.forward(mjx.make_data(self.sys).replace(qpos=q, qvel=qd)))
-
-    def step(self, state, action):
-        substep = lambda _, data: mjx.implicit(self.sys, self.forward(data))
-        return self.observe(jax.lax.fori_loop(0, 25, substep, state.physics.replace(ctrl=self.control(action))))
+        return self.state(self.forward(mjx.make_data(self.sys).replace(qpos=q, qvel=qd)))
 
     def reset(self, key):
         cube = self.start + jax.random.uniform(key, (2,), minval=-0.15, maxval=0.15)
         return self.from_q(jnp.concatenate([cube, jnp.array([0.07, 1, 0, 0, 0, *self.default_q])]), jnp.zeros(15))
 
-    def control(self, action):
+    def step(self, state, action):
         """Targets of joints 1, 2, 4, 6, from [-1, 1] to their ranges; a positive last action closes the gripper."""
         low, high = np.array([0.3491, 0, -3.0718, 2.3562]), np.array([2.7925, 1.48353, -0.0698, 3.7525])
         j1, j2, j4, j6 = low + (action[:4] + 1) / 2 * (high - low)
         grip = jnp.where(action[4] > 0, 0.0, 255.0)
-        return jnp.stack([j1, j2, 0.0, j4, 0.0, j6, 1.4487, grip, grip])
+        data = state.physics.replace(ctrl=jnp.stack([j1, j2, 0.0, j4, 0.0, j6, 1.4487, grip, grip]))
+        return self.state(jax.lax.fori_loop(0, 25, lambda _, data: mjx.implicit(self.sys, self.forward(data)), data))
 
-    def observe(self, data):
+    def state(self, data):
         hand, left, right, q = 8, 9, 10, data.qpos  # bodies
         offset, turning = data.xpos[hand] - data.subtree_com[2], data.cvel[hand, :3]
         velocity = data.cvel[hand, 3:] + jnp.cross(turning, offset)
@@ -440,11 +411,19 @@ class Model:
     opt_state: Any
 
 
+def init_model(args, params):
+    return Model(params, optax.adam(args.learning_rate).init(params))
+
+
 def gradient_update(loss_fn, model, args, *inputs):
     """One Adam step on loss_fn(params, args, *inputs) -> (loss, aux)."""
     grads, aux = jax.grad(loss_fn, has_aux=True)(model.params, args, *inputs)
     updates, opt_state = optax.adam(args.learning_rate).update(grads, model.opt_state)
     return Model(optax.apply_updates(model.params, updates), opt_state), aux
+
+
+def weighted_mean(x, weight):
+    return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1.0)
 
 
 # ------------------------------------------------------------------------------------------------------- replay
@@ -465,19 +444,41 @@ class Batch:
     obs: jax.Array  # (B, state_size)
     action: jax.Array  # (B, action_size)
     next_obs: jax.Array  # (B, state_size), of no meaning where the step is terminated or truncated
-    future: jax.Array  # (B, state_size)
-    has_future: jax.Array  # (B,) 0.0 at the last step of a trajectory
     terminated: jax.Array  # (B,) 0.0 or 1.0
     truncated: jax.Array  # (B,) 0.0 or 1.0
+    time: jax.Array  # (B,) when, and in which environment, the step was made
+    env: jax.Array
+
+    @property
+    def has_next(self):
+        """(B,) 0.0 where the episode ended with the step: next_obs is another one's, and there is no future."""
+        return (1.0 - self.terminated) * (1.0 - self.truncated)
+
+
+def init_replay(args, env):
+    rows = lambda *size, dtype=jnp.float32: jnp.zeros((args.replay_size, args.num_envs, *size), dtype)
+    return Replay(rows(env.state_size), rows(env.action_size), rows(dtype=bool), rows(dtype=bool), jnp.int32(0))
 
 
 def replay_insert(replay, *rows):
     """Writes (unroll, N, ...) rows of obs, action, terminated, truncated."""
     at = (replay.time + jnp.arange(len(rows[0]))) % len(replay.obs)
-    fields = [ring.at[at].set(row) for ring, row in zip(jax.tree.leaves(replay)[:4], rows)]
-    return Replay(*fields, replay.time + len(rows[0]))
+    rings = replay.obs, replay.action, replay.terminated, replay.truncated
+    return Replay(*[ring.at[at].set(row) for ring, row in zip(rings, rows)], replay.time + len(rows[0]))
 
 
+def sample_batch(key, args, replay):
+    """Uniform transitions. The newest step, which has no next one yet, is left out."""
+    key_t, key_env = jax.random.split(key)
+    oldest = jnp.maximum(replay.time - len(replay.obs), 0)
+    t = jax.random.randint(key_t, (args.batch_size,), oldest, replay.time - 1)
+    n = jax.random.randint(key_env, (args.batch_size,), 0, args.num_envs)
+    row = lambda field, t: field[t % len(replay.obs), n]
+    terminated, truncated = (row(flag, t).astype(jnp.float32) for flag in (replay.terminated, replay.truncated))
+    return Batch(row(replay.obs, t), row(replay.action, t), row(replay.obs, t + 1), terminated, truncated, t, n)
+
+
+# ------------------------------------------------------------------------------------------- the method: C-TeC
 def trajectory_ends(replay):
     """(T, N) time of the last stored step of each step's trajectory, oldest step first: a reverse cumulative minimum
     over the times at which a trajectory ends. Once an iteration, and only flags are moved."""
@@ -494,54 +495,30 @@ def truncated_geometric(key, left, gamma):
     return jnp.clip(k, jnp.minimum(left, 1), left)
 
 
-def sample_batch(key, args, replay, ends):
-    """Uniform transitions, each with a future of its own trajectory (Eq. 1). The newest step, which has no next one
-    yet, is left out."""
-    key_t, key_env, key_future = jax.random.split(key, 3)
-    oldest = replay.time - len(replay.obs)  # negative until the ring is full
-    t = jax.random.randint(key_t, (args.batch_size,), jnp.maximum(oldest, 0), replay.time - 1)
-    n = jax.random.randint(key_env, (args.batch_size,), 0, args.num_envs)
-    left = ends[t - oldest, n] - t
-    offset = truncated_geometric(key_future, left, args.gamma_cl)
-    row = lambda field, t: field[t % len(replay.obs), n]
-    flags = (left > 0), row(replay.terminated, t), row(replay.truncated, t)
-    states = row(replay.obs, t), row(replay.action, t), row(replay.obs, t + 1), row(replay.obs, t + offset)
-    return Batch(*states, *[flag.astype(jnp.float32) for flag in flags])
+def replay_futures(key, args, replay, ends, batch):
+    """(B, state_size) a future of each step's own trajectory (Eq. 1); the step itself where it is the last."""
+    left = ends[batch.time - (replay.time - len(replay.obs)), batch.env] - batch.time
+    offset = truncated_geometric(key, left, args.gamma_cl)
+    return replay.obs[(batch.time + offset) % len(replay.obs), batch.env]
 
 
-# ------------------------------------------------------------------------------------------- the method: C-TeC
 def encode(params, args, position_size, obs, action, future):
     """phi(s, a) and psi(s_f), both (B, representation_size), of unit length along the features."""
     encoder = MLP(args.encoder_width, args.representation_size)
     future = future if args.future_state == "full" else future[:, :position_size]
     phi = encoder.apply(params["phi"], jnp.concatenate([obs, action], axis=-1))
-    unit = lambda x: x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-12)
     return unit(phi), unit(encoder.apply(params["psi"], future))
 
 
-@jax.custom_vjp
+def unit(x):
+    return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-12)
+
+
 def l1_similarity(phi, psi):
-    """C = -|phi_i - psi_j|_1 for all pairs, (B, B), one feature at a time: the (B, B, features) array of differences,
-    which autodiff would keep, is most of the time and memory of a gradient step."""
-    subtract = lambda c, x: (c - jnp.abs(x[0][:, None] - x[1]), None)
+    """C = -|phi_i - psi_j|_1 for all pairs, (B, B), one feature at a time, and again in the backward pass: the
+    (B, B, features) array of differences would be most of the time and memory of a gradient step."""
+    subtract = jax.checkpoint(lambda c, x: (c - jnp.abs(x[0][:, None] - x[1]), None))
     return jax.lax.scan(subtract, jnp.zeros((len(phi), len(psi))), (phi.T, psi.T))[0]
-
-
-def l1_backward(residuals, grad):
-    def one_feature(_, x):
-        d = grad * jnp.sign(x[0][:, None] - x[1])
-        return None, (-d.sum(axis=1), d.sum(axis=0))
-
-    phi, psi = residuals
-    d_phi, d_psi = jax.lax.scan(one_feature, None, (phi.T, psi.T))[1]
-    return d_phi.T, d_psi.T
-
-
-l1_similarity.defvjp(lambda phi, psi: (l1_similarity(phi, psi), (phi, psi)), l1_backward)
-
-
-def weighted_mean(x, weight):
-    return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1.0)
 
 
 def infonce(logits, weight, logsumexp_penalty):
@@ -550,26 +527,40 @@ def infonce(logits, weight, logsumexp_penalty):
     return weighted_mean(lse - jnp.diag(logits) + logsumexp_penalty * lse**2, weight)
 
 
-def contrastive_loss(params, args, position_size, batch):
+def contrastive_loss(params, args, position_size, batch, future):
     """The loss, and the intrinsic reward -C((s, a), s_f) of Eq. 3 from the same forward pass."""
-    phi, psi = encode(params, args, position_size, batch.obs, batch.action, batch.future)
+    has_future, (phi, psi) = batch.has_next, encode(params, args, position_size, batch.obs, batch.action, future)
     similarity = l1_similarity(phi, psi)  # (B, B), row i: state-action i against every future
-    logits = similarity / jnp.exp(params["log_tau"])
-    loss = infonce(logits, batch.has_future, args.logsumexp_penalty)
-    reward = -jnp.diag(similarity) * batch.has_future  # (B,) without tau; 0 where there is no future
-    positive, rows = jnp.diag(logits), len(logits)
+    logits, rows = similarity / jnp.exp(params["log_tau"]), len(phi)
+    loss, positive = infonce(logits, has_future, args.logsumexp_penalty), jnp.diag(logits)
+    reward = -jnp.diag(similarity) * has_future  # (B,) without tau; 0 where there is no future
     return loss, (reward, dict(
         contrastive_loss=loss,
-        accuracy=weighted_mean(jnp.argmax(logits, axis=1) == jnp.arange(rows), batch.has_future),
-        logits_positive=weighted_mean(positive, batch.has_future),
+        accuracy=weighted_mean(jnp.argmax(logits, axis=1) == jnp.arange(rows), has_future),
+        logits_positive=weighted_mean(positive, has_future),
         logits_negative=(jnp.sum(logits) - jnp.sum(positive)) / (rows * (rows - 1)),
-        logsumexp=weighted_mean(jax.nn.logsumexp(logits, axis=1), batch.has_future), tau=jnp.exp(params["log_tau"]),
-        reward_mean=weighted_mean(reward, batch.has_future), reward_std=jnp.std(reward),
+        logsumexp=weighted_mean(jax.nn.logsumexp(logits, axis=1), has_future), tau=jnp.exp(params["log_tau"]),
         phi_variance=jnp.mean(jnp.var(phi, axis=0)), psi_variance=jnp.mean(jnp.var(psi, axis=0)),
     ))  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------- SAC
+@flax.struct.dataclass
+class Agent:
+    actor: Model
+    critic: Model
+    target_critic: Any
+    log_alpha: Model
+
+
+def init_agent(args, env, key):
+    key_actor, key_critic = jax.random.split(key)
+    obs, pair = jnp.zeros(env.state_size), jnp.zeros(env.state_size + env.action_size)
+    actor = MLP(args.agent_width, 2 * env.action_size).init(key_actor, obs)
+    critic = TwinMLP(args.agent_width, 1).init(key_critic, pair)
+    return Agent(init_model(args, actor), init_model(args, critic), critic, init_model(args, jnp.zeros(())))
+
+
 def sample_action(params, args, key, obs, action_size):
     """A tanh-Gaussian action and its log-probability."""
     mean, std = jnp.split(MLP(args.agent_width, 2 * action_size).apply(params, obs), 2, axis=-1)
@@ -604,20 +595,21 @@ def alpha_loss(log_alpha, args, log_prob, target_entropy):
     return loss, {"alpha_loss": loss, "alpha": jnp.exp(log_alpha)}
 
 
-def update_sac(args, state, batch, reward, key):
+def update_sac(args, agent, batch, reward, key):
     """One step of critics, actor and alpha, in this order; then the target critics follow."""
     key_next, key_actor = jax.random.split(key)
-    alpha, action_size = jnp.exp(state.log_alpha.params), batch.action.shape[-1]
-    next_action, next_log_prob = sample_action(state.actor.params, args, key_next, batch.next_obs, action_size)
-    next_q = jnp.min(q_values(state.target_critic, args, batch.next_obs, next_action), axis=0)
+    alpha, action_size = jnp.exp(agent.log_alpha.params), batch.action.shape[-1]
+    next_action, next_log_prob = sample_action(agent.actor.params, args, key_next, batch.next_obs, action_size)
+    next_q = jnp.min(q_values(agent.target_critic, args, batch.next_obs, next_action), axis=0)
     next_value = next_q - alpha * next_log_prob
-    critic, critic_metrics = gradient_update(critic_loss, state.critic, args, batch, reward, next_value)
+    critic, critic_metrics = gradient_update(critic_loss, agent.critic, args, batch, reward, next_value)
     actor_inputs = batch, critic.params, alpha, key_actor
-    actor, (log_prob, actor_metrics) = gradient_update(actor_loss, state.actor, args, *actor_inputs)
-    log_alpha, alpha_metrics = gradient_update(alpha_loss, state.log_alpha, args, log_prob, -0.5 * action_size)
-    target_critic = optax.incremental_update(critic.params, state.target_critic, args.target_rate)
-    state = state.replace(actor=actor, critic=critic, target_critic=target_critic, log_alpha=log_alpha)
-    return state, critic_metrics | actor_metrics | alpha_metrics
+    actor, (log_prob, actor_metrics) = gradient_update(actor_loss, agent.actor, args, *actor_inputs)
+    log_alpha, alpha_metrics = gradient_update(alpha_loss, agent.log_alpha, args, log_prob, -0.5 * action_size)
+    target_critic = optax.incremental_update(critic.params, agent.target_critic, args.target_rate)
+    mean = weighted_mean(reward, batch.has_next)
+    metrics = {"reward_mean": mean, "reward_std": jnp.sqrt(weighted_mean((reward - mean) ** 2, batch.has_next))}
+    return Agent(actor, critic, target_critic, log_alpha), metrics | critic_metrics | actor_metrics | alpha_metrics
 
 
 # ----------------------------------------------------------------------------------------------------- coverage
@@ -643,85 +635,70 @@ class TrainState:
     key: jax.Array
     iteration: jax.Array
     env: EnvState  # (N, ...)
-    first_obs: jax.Array  # the fixed initial state of the reward map
     episode_step: jax.Array  # (N,)
-    replay: Replay
     visited: jax.Array  # (bins,) bool
     outside: jax.Array  # () visits outside the grid
+    replay: Replay
+    agent: Agent
     encoders: Model  # {"phi", "psi", "log_tau"}
-    actor: Model
-    critic: Model
-    target_critic: Any
-    log_alpha: Model
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def init_state(args, env):
     """The whole state of a run: everything that a checkpoint holds."""
-    key, key_env, key_phi, key_psi, key_actor, key_critic = jax.random.split(jax.random.PRNGKey(args.seed), 6)
+    key, key_env, key_agent, key_phi, key_psi = jax.random.split(jax.random.PRNGKey(args.seed), 5)
     env_state = jax.vmap(env.reset)(jax.random.split(key_env, args.num_envs))
-    obs, pair = jnp.zeros((1, env.state_size)), jnp.zeros((1, env.state_size + env.action_size))
-    future = obs if args.future_state == "full" else obs[:, : env.position_size]
-    encoder, critic = MLP(args.encoder_width, args.representation_size), TwinMLP(args.agent_width, 1)
+    encoder, pair = MLP(args.encoder_width, args.representation_size), jnp.zeros(env.state_size + env.action_size)
+    future = jnp.zeros(env.state_size if args.future_state == "full" else env.position_size)
     encoders = {"phi": encoder.init(key_phi, pair), "psi": encoder.init(key_psi, future), "log_tau": jnp.zeros(())}
-    actor, critic = MLP(args.agent_width, 2 * env.action_size).init(key_actor, obs), critic.init(key_critic, pair)
-    model = lambda params: Model(params, optax.adam(args.learning_rate).init(params))
-    rows = lambda *size, dtype=jnp.float32: jnp.zeros((args.replay_size, args.num_envs, *size), dtype)
-    zero = lambda *size, dtype=jnp.int32: jnp.zeros(size, dtype)
     return TrainState(
-        key=key, iteration=zero(), env=env_state, first_obs=env_state.obs[0], episode_step=zero(args.num_envs),
-        replay=Replay(rows(env.state_size), rows(env.action_size), rows(dtype=bool), rows(dtype=bool), zero()),
-        visited=zero(np.prod(env.grid), dtype=bool), outside=zero(), encoders=model(encoders), actor=model(actor),
-        critic=model(critic), target_critic=critic, log_alpha=model(jnp.zeros(())),
+        key=key, iteration=jnp.int32(0), env=env_state, episode_step=jnp.zeros(args.num_envs, jnp.int32),
+        visited=jnp.zeros(np.prod(env.grid), bool), outside=jnp.int32(0), replay=init_replay(args, env),
+        agent=init_agent(args, env, key_agent), encoders=init_model(args, encoders),
     )  # fmt: skip
 
 
+def step_envs(args, env, starts, now, episode_step, action):
+    """A step in every environment; an episode that ends goes on from its place in starts. Returns what to go on with,
+    (state, episode_step), and what happened: (terminated, truncated, bin of the place before a reset, frame)."""
+    with jax.default_matmul_precision("highest"):  # no TF32 in the physics
+        after = jax.vmap(env.step)(now, action)
+    terminated = after.terminated | ~jnp.all(jnp.isfinite(after.obs), axis=-1)  # physics that blew up ends too
+    truncated = (episode_step + 1 >= args.episode_length) & ~terminated
+    done = terminated | truncated
+    restart = lambda start, go_on: jnp.where(done.reshape(-1, *[1] * (go_on.ndim - 1)), start, go_on)
+    go_on = jax.tree.map(restart, starts, after), jnp.where(done, 0, episode_step + 1)
+    return go_on, (terminated, truncated, bin_index(env, after.obs), env.frame(after.physics))
+
+
 def collect(args, env, state, key):
-    """`unroll_length` steps in every environment, into the replay and the coverage grid. An episode that ends goes on
-    from a start state that is drawn anew once an iteration."""
+    """`unroll_length` steps in every environment, into the replay and the coverage grid. The start states of new
+    episodes are drawn once an iteration."""
     key_start, key_actions = jax.random.split(key)
     starts = jax.vmap(env.reset)(jax.random.split(key_start, args.num_envs))
 
     def step(carry, key):
-        now, episode_step = carry
-        action, _ = sample_action(state.actor.params, args, key, now.obs, env.action_size)
-        with jax.default_matmul_precision("highest"):  # no TF32 in the physics
-            after = jax.vmap(env.step)(now, action)
-        terminated = after.terminated | ~jnp.all(jnp.isfinite(after.obs), axis=-1)  # physics that blew up ends too
-        truncated = (episode_step + 1 >= args.episode_length) & ~terminated
-        done = terminated | truncated
-        restart = lambda start, go_on: jnp.where(done.reshape(-1, *[1] * (go_on.ndim - 1)), start, go_on)
-        carry = jax.tree.map(restart, starts, after), jnp.where(done, 0, episode_step + 1)
-        transition = now.obs, action, terminated, truncated
-        return carry, (transition, bin_index(env, after.obs), env.frame(after.physics))  # bins before the reset
+        obs = carry[0].obs
+        action, _ = sample_action(state.agent.actor.params, args, key, obs, env.action_size)
+        carry, (terminated, truncated, bins, frame) = step_envs(args, env, starts, *carry, action)
+        return carry, ((obs, action, terminated, truncated), bins, frame)
 
     keys = jax.random.split(key_actions, args.unroll_length)
     (env_state, episode_step), (rows, bins, frames) = jax.lax.scan(step, (state.env, state.episode_step), keys)
     visited = state.visited.at[bins].set(True)  # a bin past the last one, outside the grid, is dropped here ...
     outside = state.outside + jnp.sum(bins == len(visited))  # ... and counted here
-    state = state.replace(visited=visited, outside=outside, replay=replay_insert(state.replay, *rows))
-    return state.replace(env=env_state, episode_step=episode_step), frames
+    state = state.replace(env=env_state, episode_step=episode_step, visited=visited, outside=outside)
+    return state.replace(replay=replay_insert(state.replay, *rows)), frames
 
 
-def update(args, env, state, key, ends):
+def update(args, env, replay, ends, agent, encoders, key):
     """One gradient step of everything: the reward comes from the encoders as they are before the step."""
-    key_batch, key_sac = jax.random.split(key)
-    batch = sample_batch(key_batch, args, state.replay, ends)
-    encoders, (reward, metrics) = gradient_update(contrastive_loss, state.encoders, args, env.position_size, batch)
-    state, sac_metrics = update_sac(args, state.replace(encoders=encoders), batch, reward, key_sac)
-    return state, metrics | sac_metrics
-
-
-def learn(args, env, state, key):
-    """`gradient_steps` updates; the metrics are their means."""
-    replay, ends = state.replay, trajectory_ends(state.replay)
-
-    def step(models, key):  # the replay stays out of the loop's carry
-        state, metrics = update(args, env, models.replace(replay=replay), key, ends)
-        return state.replace(replay=None), metrics
-
-    models, metrics = jax.lax.scan(step, state.replace(replay=None), jax.random.split(key, args.gradient_steps))
-    return models.replace(replay=replay), jax.tree.map(jnp.mean, metrics)
+    key_batch, key_future, key_sac = jax.random.split(key, 3)
+    batch = sample_batch(key_batch, args, replay)
+    future = replay_futures(key_future, args, replay, ends, batch)
+    encoders, (reward, metrics) = gradient_update(contrastive_loss, encoders, args, env.position_size, batch, future)
+    agent, sac_metrics = update_sac(args, agent, batch, reward, key_sac)
+    return (agent, encoders), metrics | sac_metrics
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -729,13 +706,20 @@ def train_iteration(args, env, state):
     """Collect, then learn once there is enough in the replay: all on the device, compiled once in a run."""
     key, key_collect, key_learn = jax.random.split(state.key, 3)
     state, frames = collect(args, env, state.replace(key=key, iteration=state.iteration + 1), key_collect)
-    run = lambda state: learn(args, env, state, key_learn)
-    wait = lambda state: (state, jax.tree.map(lambda m: jnp.full(m.shape, jnp.nan), jax.eval_shape(run, state)[1]))
-    state, metrics = jax.lax.cond(state.replay.time >= args.learning_starts, run, wait, state)
-    metrics["coverage"], metrics["outside"] = jnp.sum(state.visited), state.outside
-    metrics["replay_entropy"] = replay_entropy(env, state.replay)
-    metrics["parameter_norm"] = optax.global_norm((state.encoders.params, state.actor.params, state.critic.params))
-    return state, metrics, frames
+    models, keys = (state.agent, state.encoders), jax.random.split(key_learn, args.gradient_steps)
+
+    def learn(models):
+        ends = trajectory_ends(state.replay)
+        step = lambda models, key: update(args, env, state.replay, ends, *models, key)
+        models, metrics = jax.lax.scan(step, models, keys)
+        return models, jax.tree.map(jnp.mean, metrics)
+
+    wait = lambda models: (models, jax.tree.map(lambda _: -jnp.inf, jax.eval_shape(learn, models)[1]))  # no values yet
+    (agent, encoders), metrics = jax.lax.cond(state.replay.time >= args.learning_starts, learn, wait, models)
+    norm = optax.global_norm((encoders.params, agent.actor.params, agent.critic.params))
+    entropy, coverage = replay_entropy(env, state.replay), jnp.sum(state.visited)
+    metrics |= {"coverage": coverage, "outside": state.outside, "replay_entropy": entropy, "parameter_norm": norm}
+    return state.replace(agent=agent, encoders=encoders), metrics, frames
 
 
 # ------------------------------------------------------------------------------- logging, pictures, checkpoint
@@ -752,16 +736,6 @@ def fail(message, code=2):
 def clock(seconds):
     unit, name = (1, "s") if seconds < 90 else (60, "min") if seconds < 5400 else (3600, "h")
     return f"{seconds / unit:,.{int(unit > 1)}f} {name}"
-
-
-def show_progress(args, row, result, learning):
-    """One line that is rewritten on a terminal; elsewhere a line for each twentieth of the run."""
-    done, last = row["iteration"] / args.num_iterations, row["iteration"] == args.num_iterations
-    left = clock(row["steps"] * (1 / done - 1) / row["steps_per_second"])
-    text = f"[{'#' * int(30 * done):30}] {done:4.0%}  {result}  {row['steps_per_second']:,.0f} steps/s"
-    text += f"  {left} left     " if learning else "  not learning yet"
-    if sys.stdout.isatty() or last or row["iteration"] % -(-args.num_iterations // 20) == 0:
-        print(text, end="\r" if sys.stdout.isatty() and not last else "\n", flush=True)
 
 
 def write_atomically(path, write):
@@ -783,41 +757,106 @@ def save_checkpoint(path, state):
 
 
 def load_checkpoint(path, template):
-    """The state in path, which must have the structure, shapes and types of template."""
+    """The state in path, which must have the structure and the shapes of template."""
     try:
         leaves = flax.serialization.msgpack_restore(path.read_bytes())
-    except OSError as error:
-        fail(f"{path}: {error.strerror}; --resume takes the folder of a run that has saved a checkpoint")
-    except Exception:  # msgpack has many
-        fail(f"{path} is cut short or damaged; put a copy of it in its place, or start again without --resume")
-    expected, treedef = jax.tree_util.tree_flatten_with_path(template)
-    expected = {jax.tree_util.keystr(name): x for name, x in expected}
-    for name, x in expected.items():
-        found = leaves.get(name) if isinstance(leaves, dict) else None
-        if getattr(found, "shape", None) != x.shape or found.dtype != x.dtype:
-            fail(f"{path} is not a checkpoint of this run: it has no {name} of type {x.dtype}{list(x.shape)}")
-    return treedef.unflatten([jnp.asarray(leaves[name]) for name in expected])
+        restore = lambda name, x: jnp.asarray(leaves[jax.tree_util.keystr(name)], x.dtype).reshape(x.shape)
+        return jax.tree_util.tree_map_with_path(restore, template)
+    except Exception as error:  # no file, half a file, a file that does not fit: each has its own
+        fail(f"{path} is no checkpoint of this run ({error!r}): put a copy in its place, or start without --resume")
 
 
-def open_metrics(path, iteration):
-    """metrics.csv with its rows up to this iteration, open for more, and the seconds that those took."""
-    rows = [line.split(",") for line in path.read_text().splitlines()[1:]] if path.exists() else []
-    rows = [row for row in rows if len(row) == len(METRICS) and int(row[0]) <= iteration]
-    write_atomically(path, lambda file: file.write("".join(",".join(row) + "\n" for row in [METRICS, *rows]).encode()))
-    return open(path, "a"), float(rows[-1][METRICS.index("seconds")]) if rows else 0.0
+def start_run(args, init, buffer, flops):
+    """The run's folder, its state (from init() or the checkpoint), and the seconds it took so far. The flops are those
+    of an iteration; buffer says what takes the memory."""
+    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, state, iteration, rows = Path(args.resume or f"{args.run_dir}/{name}"), None, 0, []
+    if args.resume:
+        state = load_checkpoint(folder / "checkpoint.msgpack", jax.eval_shape(init))
+        header, *rows = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
+        if header != METRICS:
+            fail(f"{folder}/metrics.csv is of another version of this script")
+        iteration = int(state.iteration)
+        rows = [row for row in rows if len(row) == len(METRICS) and int(row[0]) <= iteration]
+    if iteration >= args.num_iterations:
+        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
+    folder.mkdir(parents=True, exist_ok=bool(args.resume))
+    config = json.dumps(dataclasses.asdict(args) | {"resume": ""}, indent=1)
+    table = "".join(",".join(row) + "\n" for row in [METRICS, *rows])
+    write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
+    write_atomically(folder / "metrics.csv", lambda file: file.write(table.encode()))
+
+    device, x = jax.devices()[0], jnp.ones((1024, 1024))
+    multiply = jax.jit(jnp.matmul).lower(x, x).compile()
+    began = time.time()
+    jax.block_until_ready(multiply(x, x))
+    seconds = 2 * flops * (args.num_iterations - iteration) * (time.time() - began) / 2**31  # half a product's rate
+    expected = f"expected time about {clock(seconds)} for learning, plus the environments'" if flops else "no learning"
+    print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
+    print(f"device {device.platform} ({device.device_kind}), {buffer}, {expected}", flush=True)
+    if device.platform == "cpu" and args.preset == "paper":
+        print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
+    return folder, state or init(), float(rows[-1][METRICS.index("seconds")]) if rows else 0.0
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def reward_map(args, env, state):
-    """(x, y) mean reward of reaching the places of 2^16 states of the replay, from the first state and action 0."""
-    key_t, key_env = jax.random.split(state.key)
-    t = jax.random.randint(key_t, (2**16,), 0, jnp.minimum(state.replay.time, args.replay_size))
-    states = state.replay.obs[t, jax.random.randint(key_env, (2**16,), 0, args.num_envs)]
-    first = state.first_obs[None], jnp.zeros((1, env.action_size))
-    reward = -l1_similarity(*encode(state.encoders.params, args, env.position_size, *first, states))[0]
-    sums = jnp.zeros((2, np.prod(env.grid))).at[:, bin_index(env, states)]
-    total, count = sums.add(jnp.stack([reward, jnp.ones_like(reward)])).reshape(2, *env.grid[:2], -1).sum(axis=-1)
-    return total / count  # nan where nobody was
+def show_progress(args, row, learning):
+    """One line that is rewritten on a terminal; elsewhere a line for each twentieth of the run."""
+    done, live, rate = row["iteration"] / args.num_iterations, sys.stdout.isatty(), row["steps_per_second"]
+    left = f"{clock(row['steps'] * (1 / done - 1) / rate)} left   " if learning else "not learning yet"
+    if live or done == 1 or row["iteration"] % -(-args.num_iterations // 20) == 0:
+        result = f"{METRICS[4]} {round(row[METRICS[4]], 2):,.10g}"  # coverage, or achievements
+        bar = f"[{'#' * int(30 * done):30}] {done:4.0%}  {result}  {rate:,.0f} steps/s  {left}"
+        print(bar, end="\r" if live and done < 1 else "\n", flush=True)
+
+
+def iterations(args, folder, state, seconds, steps, iterate):
+    """The state, a row of metrics, and whatever else iterate returns, after each iteration. Writes metrics.csv and,
+    when the caller is done with the iteration, the checkpoint; shows the progress; stops at Ctrl-C, at SIGTERM, and
+    when a metric is not finite (-inf means: no value yet)."""
+    if args.track:
+        import wandb
+
+        wandb.init(project="ctec", id=folder.name, resume="allow", config=dataclasses.asdict(args), dir=folder)
+    log, stop, recent, saved, learning = open(folder / "metrics.csv", "a"), [], [], time.time(), False
+    handlers = {number: signal.signal(number, lambda number, _: stop.append(number)) for number in (2, 15)}
+    try:
+        for iteration in range(int(state.iteration) + 1, args.num_iterations + 1):
+            began, last = time.time(), iteration == args.num_iterations
+            state, metrics, *more = iterate(state)
+            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            spent, values = time.time() - began, {name: metrics[name] for name in METRICS if name in metrics}
+            bad = [name for name, x in values.items() if not np.isfinite(x) and (learning or x != -np.inf)]
+            if bad:
+                words = f"iteration {iteration}: {bad[0]} is {values[bad[0]]}"
+                fail(f"{words}; the last good checkpoint, if there was one, is untouched in {folder}", code=1)
+            learning, seconds = -np.inf not in values.values(), seconds + spent
+            recent = [*recent[-19:], spent] if learning else []
+            row = {"iteration": iteration, "steps": iteration * steps, "seconds": round(seconds, 1)}
+            row |= {"steps_per_second": round(steps * max(len(recent), 1) / sum(recent or [spent]), 1)}
+            row |= {name: x for name, x in values.items() if np.isfinite(x)}
+            log.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
+            log.flush()
+            show_progress(args, row, learning)
+            if args.track:
+                wandb.log(row, step=row["steps"])
+            yield state, row, *more
+            if stop or last or time.time() - saved >= 60 * args.checkpoint_minutes:
+                try:
+                    save_checkpoint(folder / "checkpoint.msgpack", state)
+                except OSError as error:  # a full disk may have room again before the next one
+                    if stop or last:
+                        raise
+                    print(f"\nwarning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+                saved = time.time()
+            if stop and not last:
+                go_on = f"go on with: python {Path(__file__).name} --resume {folder}"
+                fail(f"stopped by signal {stop[0]}; {go_on}", code=128 + stop[0])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        log.close()
+        if args.track:
+            wandb.finish()
 
 
 def draw_places(axes, env, title, values=None, **style):
@@ -831,36 +870,52 @@ def draw_places(axes, env, title, values=None, **style):
         return axes.imshow(values.T, origin="lower", extent=extent, **style)
 
 
-def save_pictures(args, env, folder, state, maps, frames):
-    """coverage.png and .npz, reward_map.png and .npz, and rollout.html (Brax's viewer) or rollout.png (the point)."""
-    import matplotlib.pyplot as plt
+def save_coverage(args, env, folder, visited, steps, frames):
+    """coverage.png and .npz, and the last steps: rollout.html (Brax's viewer) or rollout.png (of 16 points)."""
+    from matplotlib.figure import Figure
 
-    plt.switch_backend("Agg")
-    visited = np.asarray(state.visited).reshape(env.grid)
-    flat = visited.reshape(*env.grid[:2], -1).any(axis=-1)
+    visited, of_bins = np.asarray(visited).reshape(env.grid), f" of {env.bins:,}" if env.bins else ""
     write_atomically(folder / "coverage.npz", lambda file: np.savez(file, visited=visited, low=env.low, high=env.high))
-    write_atomically(folder / "reward_map.npz", lambda file: np.savez(file, **maps))
-    figure, axes = plt.subplots(figsize=(7, 6), layout="constrained")
-    of_bins = f" of {env.bins:,}" if env.bins else ""
-    title = f"{args.env}: {visited.sum():,}{of_bins} bins in {state.replay.time * args.num_envs:,} steps"
-    draw_places(axes, env, title, np.where(flat, 0.6, np.nan), cmap="Blues", vmin=0, vmax=1)
+    figure, flat = Figure((7, 6), layout="constrained"), visited.reshape(*env.grid[:2], -1).any(axis=-1)
+    title = f"{args.env}: {visited.sum():,}{of_bins} bins in {steps:,} steps"
+    draw_places(figure.add_subplot(), env, title, np.where(flat, 0.6, np.nan), cmap="Blues", vmin=0, vmax=1)
     figure.savefig(folder / "coverage.png", dpi=100)
-    figure, row = plt.subplots(1, len(maps), figsize=(4.5 * len(maps), 4), layout="constrained", squeeze=False)
-    for axes, (steps, values) in zip(row[0], maps.items()):
-        figure.colorbar(draw_places(axes, env, f"{int(steps):,} steps", values), ax=axes, shrink=0.7)
-    figure.suptitle("Reward of reaching the places in the replay, from the first state and action 0")
-    figure.savefig(folder / "reward_map.png", dpi=80)
     frames = jax.tree.map(lambda *x: np.concatenate(x)[-args.episode_length :], *frames)
     if hasattr(env, "sys"):
         places = [jax.tree.map(lambda x: x[t], frames) for t in range(len(frames.pos))]
         states = [base.State(q=None, qd=None, x=x, xd=None, contact=None) for x in places]
         (folder / "rollout.html").write_text(html.render(env.sys, states))
     else:
-        figure, axes = plt.subplots(figsize=(7, 6), layout="constrained")
+        figure = Figure((7, 6), layout="constrained")
+        axes = figure.add_subplot()
         draw_places(axes, env, f"{args.env}: the last {len(frames)} steps of {frames.shape[1]} points")
         axes.plot(*frames.transpose(2, 0, 1), ".", markersize=1)
         figure.savefig(folder / "rollout.png", dpi=100)
-    plt.close("all")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def reward_map(args, env, state):
+    """(x, y) mean reward of reaching the places of 2^16 states of the replay, from one start and action 0."""
+    key_t, key_env = jax.random.split(state.key)
+    t = jax.random.randint(key_t, (2**16,), 0, jnp.minimum(state.replay.time, args.replay_size))
+    states = state.replay.obs[t, jax.random.randint(key_env, (2**16,), 0, args.num_envs)]
+    first = env.reset(jax.random.PRNGKey(args.seed)).obs[None], jnp.zeros((1, env.action_size))
+    reward = -l1_similarity(*encode(state.encoders.params, args, env.position_size, *first, states))[0]
+    sums = jnp.zeros((2, np.prod(env.grid))).at[:, bin_index(env, states)]
+    total, count = sums.add(jnp.stack([reward, jnp.ones_like(reward)])).reshape(2, *env.grid[:2], -1).sum(axis=-1)
+    return total / count  # nan where nobody was
+
+
+def save_reward_maps(env, folder, maps):
+    """reward_map.png and .npz: {steps: (x, y) reward}."""
+    from matplotlib.figure import Figure
+
+    write_atomically(folder / "reward_map.npz", lambda file: np.savez(file, **maps))
+    figure = Figure((4.5 * len(maps), 4), layout="constrained")
+    for axes, (steps, values) in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps.items()):
+        figure.colorbar(draw_places(axes, env, f"{int(steps):,} steps", values), ax=axes, shrink=0.7)
+    figure.suptitle("Reward of reaching the places in the replay, from one start and action 0")
+    figure.savefig(folder / "reward_map.png", dpi=80)
 
 
 # --------------------------------------------------------------------------------------------------------- main
@@ -868,165 +923,81 @@ def parse_args(argv=None):
     """The paper's numbers, then the preset's, or those of the run that is resumed; explicit flags win."""
 
     def parse(default):
-        box = io.StringIO()
         try:
-            with contextlib.redirect_stderr(box):
+            with contextlib.redirect_stderr(io.StringIO()) as box:
                 return tyro.cli(Args, args=argv, default=default, description=__doc__)
         except SystemExit as stop:
-            if stop.code:  # tyro's framed message, as one line
-                text = re.split("[-─]{4,}", re.sub("[│╭╮╰╯]", " ", box.getvalue()))[1:2] or [box.getvalue()]
-                fail(" ".join(text[0].split()) + "; see --help")
-            raise
+            if not stop.code:
+                raise
+            message = re.split("[─-]{4,}", box.getvalue())[1]  # the first part of tyro's framed one
+            fail(" ".join(re.sub("[│╮]", " ", message).split()) + "; see --help")
 
     args = parse(Args())
-    default = Args(**PAPER.get(args.env.split("_")[0], {}) | PRESETS[args.preset])
-    if args.resume:
-        try:
-            default = Args(**json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume})
-        except (OSError, ValueError, TypeError) as error:
-            fail(f"--resume {args.resume}: it is not the folder of a run ({error})")
-    args = parse(default)
+    if not args.resume:
+        return parse(Args(**PAPER.get(args.env.split("_")[0], {}) | PRESETS[args.preset]))
+    try:
+        return parse(Args(**json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume}))
+    except (OSError, ValueError, TypeError) as error:
+        fail(f"--resume {args.resume}: it is not the folder of a run of this script ({error})")
+
+
+def check_numbers(args):
+    """One line and exit code 2 for a number that makes no sense."""
     for name, value in dataclasses.asdict(args).items():
-        before, free = getattr(default, name), ("total_timesteps", "checkpoint_minutes", "track", "wandb_project")
-        if args.resume and value != before and name not in free:
-            fail(f"--{name.replace('_', '-')} {value}: the run in {args.resume} has {before}, which cannot change")
-    return args
-
-
-def check_numbers(args, at_least, below_one):
-    """One line and exit code 2 for a number that makes no sense: every number is above 0, but for these."""
-    for field in dataclasses.fields(Args):
-        value, low = getattr(args, field.name), at_least.get(field.name, 0)
-        if field.type in (int, float) and not (value >= low if field.name in at_least else value > 0):
-            words = f"at least {low}" if field.name in at_least else "above 0"
-            fail(f"--{field.name.replace('_', '-')} {value}: it must be {words}")
-        if field.name in below_one and value >= 1:
-            fail(f"--{field.name.replace('_', '-')} {value}: it must be below 1")
+        zero, number = re.search("seed|minutes|coef|penalty|random|video", name), type(value) in (int, float)
+        if number and not (value > 0 or (zero and value == 0)):
+            fail(f"--{name.replace('_', '-')} {value}: it must be {'at least' if zero else 'above'} 0")
+        if name.startswith("gamma") and value >= 1:
+            fail(f"--{name.replace('_', '-')} {value}: it must be below 1")
 
 
 def check_args(args):
-    at_least = {"seed": 0, "logsumexp_penalty": 0, "checkpoint_minutes": 0}
-    at_least |= {"batch_size": 2, "episode_length": 2, "unroll_length": 2}
-    check_numbers(args, at_least, below_one=("gamma", "gamma_cl", "target_rate"))
-    if args.replay_size <= max(args.unroll_length, args.learning_starts):
+    check_numbers(args)
+    if args.batch_size < 2:
+        fail(f"--batch-size {args.batch_size}: it must be at least 2")
+    if args.gradient_steps < 1:
+        fail(f"--multiplier {args.multiplier}: it leaves no gradient step for an iteration")
+    if not 2 <= max(args.unroll_length, args.learning_starts) < args.replay_size:
         fail(f"--replay-size {args.replay_size}: it must be above --unroll-length and --learning-starts")
-    samples = args.num_envs * (args.episode_length - 1) * args.multiplier
-    if args.gradient_steps < 1 or abs(args.gradient_steps * args.batch_size - samples) > 1e-6 * samples:
-        rule = f"num_envs * (episode_length - 1) * multiplier = {samples:,.10g}"
-        fail(f"--batch-size {args.batch_size}: it must divide {rule}")
 
 
-def expected_seconds(flops):
-    """A guess, from a timed matrix product: half its rate."""
-    x = jnp.ones((512, 512))
-    product = jax.jit(jnp.matmul).lower(x, x).compile()
-    began = time.time()
-    jax.block_until_ready([product(x, x) for _ in range(10)])
-    return 2 * flops * (time.time() - began) / (10 * 2 * 512**3)
-
-
-def start_run(args, env):
-    """The run's folder, its state (None in a new run), its next iteration, metrics.csv, and the seconds so far."""
-    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, state, first = Path(args.resume or f"{args.run_dir}/{name}"), None, 1
-    if args.resume:
-        state = load_checkpoint(folder / "checkpoint.msgpack", jax.eval_shape(lambda: init_state(args, env)))
-        first = int(state.iteration) + 1
-    if first > args.num_iterations:
-        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    try:
-        folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        config = json.dumps(dataclasses.asdict(args) | {"resume": ""}, indent=1)
-        write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
-        return folder, state, first, *open_metrics(folder / "metrics.csv", first - 1)
-    except OSError as error:
-        fail(f"--run-dir {args.run_dir}: cannot write {folder}: {error.strerror}")
+def finish(env, folder, row):
+    """The last lines of a run, and what main returns."""
+    pictures = ", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".html")))
+    of_bins = f" of {env.bins:,}" if env.bins else ""
+    print(f"coverage {row['coverage']:,.0f}{of_bins} bins after {row['steps']:,} steps in {clock(row['seconds'])}")
+    print(f"pictures {pictures}\nfolder   {folder}")
+    return row | {"folder": str(folder)}
 
 
 def main(args):
     """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
     check_args(args)
-    env, script, steps = make_env(args.env), Path(__file__).stem, args.num_envs * args.unroll_length
-    folder, state, first, log, seconds_before = start_run(args, env)
-    checkpoint, shapes = folder / "checkpoint.msgpack", jax.eval_shape(lambda: init_state(args, env))
+    env, steps = make_env(args.env), args.num_envs * args.unroll_length
+    shapes = jax.eval_shape(lambda: init_state(args, env))
+    models = shapes.encoders.params, shapes.agent.actor.params, shapes.agent.critic.params
+    flops = 6 * sum(x.size for x in jax.tree.leaves(models)) * args.batch_size * args.gradient_steps
+    replay = f"replay buffer {sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes.replay)) / 1e6:,.0f} MB"
+    folder, state, seconds = start_run(args, lambda: init_state(args, env), replay, flops)
     maps = dict(np.load(folder / "reward_map.npz")) if (folder / "reward_map.npz").exists() else {}
-    maps = {at: values for at, values in maps.items() if int(at) < first * steps}
+    maps = {at: values for at, values in maps.items() if int(at) <= int(state.iteration) * steps}
     moments = {round(k * args.num_iterations / 5) for k in range(1, 6)}
-
-    device = jax.devices()[0]
-    replay_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes.replay))
-    models = shapes.encoders.params, shapes.actor.params, shapes.critic.params
-    parameters = sum(x.size for x in jax.tree.leaves(models))
-    flops = 6 * parameters * args.batch_size * args.gradient_steps * (args.num_iterations - first + 1)
-    print(f"{script} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"device {device.platform} ({device.device_kind}), replay buffer {replay_bytes / 1e6:,.0f} MB, expected time "
-          f"about {clock(expected_seconds(flops))} for learning, plus the environments'", flush=True)  # fmt: skip
-    if device.platform == "cpu" and args.preset == "paper":
-        print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
-    if args.track:
-        import wandb
-
-        config = dataclasses.asdict(args)
-        wandb.init(project=args.wandb_project, id=folder.name, resume="allow", config=config, dir=folder)
-    began = time.time()
-    state = state or init_state(args, env)
+    began, frames = time.time(), []
     iterate = train_iteration.lower(args, env, state).compile()
     print(f"compiled in {clock(time.time() - began)}", flush=True)
-
-    stop, frames, recent, began, saved = [], [], [], time.time(), time.time()
-    handlers = {number: signal.signal(number, lambda number, _: stop.append(number)) for number in (2, 15)}
-    try:
-        for iteration in range(first, args.num_iterations + 1):
-            start, last = time.time(), iteration == args.num_iterations
-            state, metrics, frame = iterate(state)
-            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-            learning = iteration * args.unroll_length >= args.learning_starts
-            bad = [name for name in METRICS if not np.isfinite(metrics.get(name, 0.0))]
-            if learning and bad:
-                kept = "the last good one stays" if checkpoint.exists() else "there is none yet"
-                fail(f"iteration {iteration}: {bad[0]} is {metrics[bad[0]]}; checkpoint: {kept} in {folder}", code=1)
-            recent = [*recent[-19:], time.time() - start] if learning else []  # the rate is that of learning
-            rate = steps * len(recent) / sum(recent) if learning else steps / (time.time() - start)
-            row = {"iteration": iteration, "steps": iteration * steps, "steps_per_second": round(rate, 1)}
-            row |= {"seconds": round(seconds_before + time.time() - began, 1)}
-            row |= {name: value for name, value in metrics.items() if np.isfinite(value)}
-            log.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
-            log.flush()
-            show_progress(args, row, f"coverage {row['coverage']:,.0f}", learning)
-            if args.track:
-                wandb.log(row, step=row["steps"])
-            frames = [*frames, jax.device_get(frame)][-(-(-args.episode_length // args.unroll_length)) :]
-            if iteration in moments:
-                maps[str(row["steps"])] = np.asarray(reward_map(args, env, state))
-                save_pictures(args, env, folder, state, maps, frames)
-            if stop or last or time.time() - saved >= 60 * args.checkpoint_minutes:
-                try:
-                    save_checkpoint(checkpoint, state)
-                except OSError as error:  # a full disk may have room again before the next one
-                    if stop or last:
-                        raise
-                    print(f"\nwarning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
-                saved = time.time()
-            if stop and not last:
-                go_on = f"go on with: python {script}.py --resume {folder}"
-                fail(f"stopped by signal {stop[0]}; {go_on}", code=128 + stop[0])
-    finally:
-        log.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if args.track:
-            wandb.finish()
-    of_bins = f" of {env.bins:,}" if env.bins else ""
-    pictures = ", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".html")))
-    print(f"coverage {row['coverage']:,.0f}{of_bins} bins after {row['steps']:,} steps in {clock(row['seconds'])}")
-    print(f"pictures {pictures}\nfolder   {folder}")
-    return row | {"folder": str(folder)}
+    for state, row, frame in iterations(args, folder, state, seconds, steps, iterate):
+        frames = [*frames, jax.device_get(frame)][-(-(-args.episode_length // args.unroll_length)) :]
+        if row["iteration"] in moments:
+            maps[str(row["steps"])] = np.asarray(reward_map(args, env, state))
+            save_reward_maps(env, folder, maps)
+            save_coverage(args, env, folder, state.visited, row["steps"], frames)
+    return finish(env, folder, row)
 
 
 if __name__ == "__main__":
     try:
         main(parse_args())
     except OSError as error:  # a full disk, as a rule
-        fail(f"{error}; the last good checkpoint is untouched", code=1)
+        fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
     except KeyboardInterrupt:
         fail("stopped before the first iteration", code=130)

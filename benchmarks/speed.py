@@ -5,7 +5,6 @@
         --encoder-width 256 --replay-size 1100
     ... python benchmarks/speed.py ctec_ppo_rnn_craftax --preset laptop
 """
-import functools
 import importlib
 import sys
 import time
@@ -76,22 +75,27 @@ def brax(name, argv):
     # the parts of an iteration
     collect = jax.jit(script.collect, static_argnums=(0, 1))
     _, collect_seconds, _ = best(lambda: collect(args, env, state, key)[0].visited)
-    ends, ends_seconds, _ = best(functools.partial(jax.jit(script.trajectory_ends), state.replay))
-    draws = min(args.gradient_steps, 100)
-    sample = jax.jit(lambda replay, ends: jax.lax.scan(
-        lambda total, key: (total + sum(jnp.sum(x) for x in jax.tree.leaves(script.sample_batch(key, args, replay, ends))), None),
-        0.0, jax.random.split(key, draws))[0])  # fmt: skip
-    _, sample_seconds, _ = best(lambda: sample(state.replay, ends))
-    sampling = ends_seconds + sample_seconds * args.gradient_steps / draws
-    learn = jax.jit(script.learn, static_argnums=(0, 1))
-    _, learn_seconds, _ = best(lambda: learn(args, env, state, key)[1], repeats=2)
-    gradients = learn_seconds - sampling
+
+    @jax.jit
+    def sample(replay):  # all batches of an iteration, with their futures where the method has some
+        ends = script.trajectory_ends(replay) if hasattr(script, "trajectory_ends") else None
+
+        def step(total, key):
+            batch = script.sample_batch(key, args, replay)
+            more = None if ends is None else script.replay_futures(key, args, replay, ends, batch)
+            return total + sum(jnp.sum(x) for x in jax.tree.leaves((batch, more))), None
+
+        return jax.lax.scan(step, 0.0, jax.random.split(key, args.gradient_steps))[0]
+
+    _, sampling, _ = best(lambda: sample(state.replay))
+    gradients = iteration - collect_seconds - sampling
     print_parts({"env and policy": collect_seconds, "sampling": sampling, "gradient steps": gradients})
     print(f"  one gradient step {1e3 * gradients / args.gradient_steps:8.2f} ms")
     if hasattr(script, "contrastive_loss"):
-        batch = jax.jit(lambda replay, ends: script.sample_batch(key, args, replay, ends))(state.replay, ends)
-        contrast = jax.jit(lambda model, batch: script.gradient_update(script.contrastive_loss, model, args, env.position_size, batch))
-        print(f"  contrastive update{1e3 * best(lambda: contrast(state.encoders, batch))[1]:9.2f} ms")
+        batch = script.sample_batch(key, args, state.replay)
+        future = script.replay_futures(key, args, state.replay, script.trajectory_ends(state.replay), batch)
+        contrast = jax.jit(lambda model, *batch: script.gradient_update(script.contrastive_loss, model, args, env.position_size, *batch))
+        print(f"  contrastive update{1e3 * best(lambda: contrast(state.encoders, batch, future))[1]:9.2f} ms")
         logits = jax.jit(jax.grad(lambda phi, psi: jnp.sum(script.l1_similarity(phi, psi) ** 2), (0, 1)))
         phi, psi = jax.random.normal(key, (2, args.batch_size, args.representation_size))
         print(f"  of it, L1 logits  {1e3 * best(lambda: logits(phi, psi))[1]:8.2f} ms")
@@ -100,7 +104,7 @@ def brax(name, argv):
 def craftax(name, argv):
     script = importlib.import_module(name)
     args = script.parse_args(argv)
-    script.check_craftax_args(args)
+    script.check_ppo_args(args)
     env, key, steps = script.make_craftax(), jax.random.PRNGKey(0), args.num_envs * args.num_steps
     print(f"{name} on {jax.devices()[0].platform}: {args.num_envs} envs x {args.num_steps} steps, {args.num_minibatches} minibatches, {args.update_epochs} epochs")
     state, iteration = iteration_seconds(script, args, env, script.init_state(args, env), args.random_iterations)

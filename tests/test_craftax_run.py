@@ -120,14 +120,16 @@ def test_bad_input_is_one_line(case, tmp_path, capsys, monkeypatch):
 
 def test_presets_can_run():
     for preset in ctec.PRESETS:
-        ctec.check_craftax_args(ctec.parse_args(["--preset", preset]))
+        args = ctec.parse_args(["--preset", preset])
+        ctec.check_ppo_args(args)
+        ctec.check_encoder_args(args)
     assert ctec.parse_args([]).num_envs == 1024 and ctec.parse_args(["--preset=laptop", "--num-envs=8"]).num_envs == 8
 
 
 def test_gif_shows_an_episode(finished, tmp_path, capsys):
     args, env = ctec.Args(**SMALL | {"video_steps": 12}), ctec.make_craftax()
     state = ctec.load_checkpoint(Path(finished["folder"]) / "checkpoint.msgpack", jax.eval_shape(lambda: ctec.init_state(args, env)))
-    ctec.save_gif(args, env, tmp_path, state)
+    ctec.save_gif(tmp_path, *ctec.watch(args, env, state.agent.params, state.key))
     with Image.open(tmp_path / "rollout.gif") as gif:
         assert gif.n_frames == 12 and gif.size == (2 * 144 + 190, 288)
         gif.seek(5)

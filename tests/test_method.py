@@ -33,20 +33,22 @@ def filled_replay(steps, capacity=40, envs=3, unroll=7, seed=0):
 def test_batches_agree_with_a_search_through_the_whole_history(steps):
     replay, obs, terminated, truncated = filled_replay(steps)
     ends = ctec.trajectory_ends(replay)
-    batch = jax.tree.map(np.asarray, ctec.sample_batch(jax.random.PRNGKey(1), ARGS, replay, ends))
-    ends = np.asarray(ends)
+    batch = ctec.sample_batch(jax.random.PRNGKey(1), ARGS, replay)
+    future, has_future = ctec.replay_futures(jax.random.PRNGKey(2), ARGS, replay, ends, batch), np.asarray(batch.has_next)
+    batch, ends = jax.tree.map(np.asarray, batch), np.asarray(ends)
     t, n, trajectory = np.asarray(batch.obs, int).T
     oldest = max(0, steps - 40)
     assert t.min() >= oldest and t.max() == steps - 2  # all that is stored but the newest, nothing that was overwritten
     assert set(range(oldest, steps - 1)) == set(t) and set(n) == {0, 1, 2}
-    future_t, future_n, future_trajectory = np.asarray(batch.future, int).T
+    assert (batch.time == t).all() and (batch.env == n).all()
+    future_t, future_n, future_trajectory = np.asarray(future, int).T
     for i in range(len(t)):
         done = terminated[t[i], n[i]] or truncated[t[i], n[i]]
         last = t[i]
         while last < steps - 1 and not (terminated[last, n[i]] or truncated[last, n[i]]):
             last += 1
         assert ends[t[i] - (steps - 40), n[i]] == last
-        assert batch.has_future[i] == (last > t[i]) == (not done)
+        assert has_future[i] == (last > t[i]) == (not done)
         assert future_n[i] == n[i] and future_trajectory[i] == trajectory[i]
         assert t[i] < future_t[i] <= last if not done else future_t[i] == t[i]
         assert batch.terminated[i] == terminated[t[i], n[i]] and batch.truncated[i] == truncated[t[i], n[i]]
@@ -96,21 +98,23 @@ def test_infonce_by_hand():
     assert ctec.infonce(logits, jnp.zeros(2), 0.1) == 0.0
 
 
-def random_batch(rows=6, has_future=None, seed=0):
-    keys = jax.random.split(jax.random.PRNGKey(seed), 4)
-    normal = lambda key, size: jax.random.normal(key, (rows, size))
-    has_future = jnp.ones(rows) if has_future is None else has_future
-    return Batch(normal(keys[0], 4), normal(keys[1], 2), normal(keys[2], 4), normal(keys[3], 4), has_future, jnp.zeros(rows), jnp.zeros(rows))
+def random_batch(rows=6):
+    keys = jax.random.split(jax.random.PRNGKey(0), 3)
+    obs, action, next_obs = (jax.random.normal(key, (rows, size)) for key, size in zip(keys, (4, 2, 4)))
+    return Batch(obs, action, next_obs, jnp.zeros(rows), jnp.zeros(rows), jnp.zeros(rows, int), jnp.zeros(rows, int))
+
+
+FUTURE = jax.random.normal(jax.random.PRNGKey(9), (6, 4))
 
 
 def test_reward_is_the_distance_to_the_own_future_and_zero_without_one():
     state = ctec.init_state(ARGS, ctec.make_env("point_u_maze"))
     params = state.encoders.params | {"log_tau": jnp.log(2.0)}
-    batch = random_batch(has_future=jnp.array([1.0, 1, 1, 1, 1, 0]))
-    phi, psi = ctec.encode(params, ARGS, 2, batch.obs, batch.action, batch.future)
+    batch = random_batch().replace(truncated=jnp.array([0.0, 0, 0, 0, 0, 1]))
+    phi, psi = ctec.encode(params, ARGS, 2, batch.obs, batch.action, FUTURE)
     np.testing.assert_allclose(jnp.linalg.norm(phi, axis=-1), 1.0, atol=1e-5)  # unit length along the features
     np.testing.assert_allclose(jnp.linalg.norm(psi, axis=-1), 1.0, atol=1e-5)
-    loss, (reward, metrics) = ctec.contrastive_loss(params, ARGS, 2, batch)
+    loss, (reward, metrics) = ctec.contrastive_loss(params, ARGS, 2, batch, FUTURE)
     distance = np.abs(np.asarray(phi)[:, None] - np.asarray(psi)[None]).sum(-1)
     np.testing.assert_allclose(reward[:5], np.diag(distance)[:5], rtol=1e-5)  # no temperature in the reward
     assert reward[5] == 0.0
@@ -124,11 +128,11 @@ def test_reward_is_the_distance_to_the_own_future_and_zero_without_one():
 
 def test_the_row_without_a_future_is_still_a_negative():
     state = ctec.init_state(ARGS, ctec.make_env("point_u_maze"))
-    weights = jnp.array([1.0, 1, 1, 1, 1, 0])
-    loss = lambda batch: ctec.contrastive_loss(state.encoders.params, ARGS, 2, batch)[0]
-    grad = jax.grad(lambda future: loss(random_batch(has_future=weights).replace(future=future)))(random_batch().future)
+    batch = random_batch().replace(terminated=jnp.array([0.0, 0, 0, 0, 0, 1]))
+    loss = lambda batch, future: ctec.contrastive_loss(state.encoders.params, ARGS, 2, batch, future)[0]
+    grad = jax.grad(lambda future: loss(batch, future))(FUTURE)
     assert np.abs(grad[5]).max() > 0
-    grad = jax.grad(lambda obs: loss(random_batch(has_future=weights).replace(obs=obs)))(random_batch().obs)
+    grad = jax.grad(lambda obs: loss(batch.replace(obs=obs), FUTURE))(batch.obs)
     assert np.abs(grad[5]).max() == 0 and np.abs(grad[4]).max() > 0
 
 
@@ -136,8 +140,8 @@ def test_goal_futures_show_psi_the_position_only():
     args = dataclasses.replace(ARGS, future_state="goal")
     params = ctec.init_state(args, ctec.make_env("point_u_maze")).encoders.params
     batch = random_batch()
-    psi = ctec.encode(params, args, 2, batch.obs, batch.action, batch.future)[1]
-    moved = ctec.encode(params, args, 2, batch.obs, batch.action, batch.future.at[:, 2:].add(5.0))[1]
+    psi = ctec.encode(params, args, 2, batch.obs, batch.action, FUTURE)[1]
+    moved = ctec.encode(params, args, 2, batch.obs, batch.action, FUTURE.at[:, 2:].add(5.0))[1]
     np.testing.assert_array_equal(psi, moved)
 
 
@@ -145,7 +149,7 @@ def test_tanh_gaussian_log_probability():
     state = ctec.init_state(ARGS, ctec.make_env("point_u_maze"))
     obs = jnp.full((1, 4), 0.3)
     draws = 50_000
-    action, log_prob = jax.vmap(lambda key: ctec.sample_action(state.actor.params, ARGS, key, obs, 2))(jax.random.split(jax.random.PRNGKey(0), draws))
+    action, log_prob = jax.vmap(lambda key: ctec.sample_action(state.agent.actor.params, ARGS, key, obs, 2))(jax.random.split(jax.random.PRNGKey(0), draws))
     assert np.abs(action).max() <= 1.0
     # the mean of 1 / density over the draws is the volume of the action square, here by a histogram-free identity
     assert abs(float(jnp.mean(jnp.exp(-log_prob))) - 4.0) < 0.15
@@ -155,8 +159,8 @@ def test_critic_target_by_hand():
     state = ctec.init_state(ARGS, ctec.make_env("point_u_maze"))
     batch = random_batch(3).replace(terminated=jnp.array([0.0, 1, 0]), truncated=jnp.array([0.0, 0, 1]))
     reward, next_value = jnp.array([1.0, 2, 3]), jnp.array([10.0, 20, 30])
-    loss, metrics = ctec.critic_loss(state.critic.params, ARGS, batch, reward, next_value)
-    q = np.asarray(ctec.q_values(state.critic.params, ARGS, batch.obs, batch.action))
+    loss, metrics = ctec.critic_loss(state.agent.critic.params, ARGS, batch, reward, next_value)
+    q = np.asarray(ctec.q_values(state.agent.critic.params, ARGS, batch.obs, batch.action))
     assert q.shape == (2, 3) and not np.allclose(q[0], q[1])  # two critics, with different weights
     target = np.array([1 + 0.99 * 10, 2.0, 0.0])
     expected = ((q - target)[:, :2] ** 2).mean()  # the terminal step does not bootstrap, the truncated one is masked
@@ -166,9 +170,9 @@ def test_critic_target_by_hand():
 def test_actor_and_alpha_losses_by_hand():
     state = ctec.init_state(ARGS, ctec.make_env("point_u_maze"))
     batch, key = random_batch(4), jax.random.PRNGKey(3)
-    loss, (log_prob, _) = ctec.actor_loss(state.actor.params, ARGS, batch, state.critic.params, 0.5, key)
-    action, expected_log_prob = ctec.sample_action(state.actor.params, ARGS, key, batch.obs, 2)
-    q = np.asarray(ctec.q_values(state.critic.params, ARGS, batch.obs, action)).min(0)
+    loss, (log_prob, _) = ctec.actor_loss(state.agent.actor.params, ARGS, batch, state.agent.critic.params, 0.5, key)
+    action, expected_log_prob = ctec.sample_action(state.agent.actor.params, ARGS, key, batch.obs, 2)
+    q = np.asarray(ctec.q_values(state.agent.critic.params, ARGS, batch.obs, action)).min(0)
     np.testing.assert_allclose(loss, np.mean(0.5 * np.asarray(expected_log_prob) - q), rtol=1e-5)
     alpha = lambda log_alpha: ctec.alpha_loss(log_alpha, ARGS, jnp.array([1.0, 3.0]), -1.0)[0]
     np.testing.assert_allclose(alpha(jnp.log(2.0)), 2 * (-2 + 1), rtol=1e-6)
@@ -179,20 +183,26 @@ def test_update_uses_the_reward_from_before_the_encoders_step():
     env = ctec.make_env("point_u_maze")
     args = dataclasses.replace(ARGS, batch_size=16)
     state = ctec.init_state(args, env)
-    state = state.replace(replay=state.replay.replace(obs=jax.random.normal(jax.random.PRNGKey(5), state.replay.obs.shape), time=jnp.int32(30)))
-    ends, key = ctec.trajectory_ends(state.replay), jax.random.PRNGKey(7)
-    after, metrics = ctec.update(args, env, state, key, ends)
-    batch = ctec.sample_batch(jax.random.split(key)[0], args, state.replay, ends)
-    reward = ctec.contrastive_loss(state.encoders.params, args, 2, batch)[1][0]
-    np.testing.assert_allclose(metrics["reward_mean"], reward.mean(), rtol=1e-5)
-    expected = ctec.update_sac(args, state, batch, reward, jax.random.split(key)[1])[0]
-    for ours, theirs in zip(jax.tree.leaves(after.critic.params), jax.tree.leaves(expected.critic.params)):
-        np.testing.assert_allclose(ours, theirs, atol=1e-7)
-    for name in ("encoders", "actor", "critic", "log_alpha"):
-        changed = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), getattr(state, name).params, getattr(after, name).params)
+    agent, encoders = state.agent, state.encoders
+    replay = state.replay.replace(obs=jax.random.normal(jax.random.PRNGKey(5), state.replay.obs.shape), time=jnp.int32(30))
+    ends, key = ctec.trajectory_ends(replay), jax.random.PRNGKey(7)
+    (agent_after, encoders_after), metrics = ctec.update(args, env, replay, ends, agent, encoders, key)
+    key_batch, key_future, key_sac = jax.random.split(key, 3)
+    batch = ctec.sample_batch(key_batch, args, replay)
+    future = ctec.replay_futures(key_future, args, replay, ends, batch)
+    reward = ctec.contrastive_loss(encoders.params, args, 2, batch, future)[1][0]
+    later = ctec.contrastive_loss(encoders_after.params, args, 2, batch, future)[1][0]
+    assert abs(later.mean() / reward.mean() - 1) > 1e-4  # the step did change it
+    expected = ctec.update_sac(args, agent, batch, reward, key_sac)[1]
+    for name in ("reward_mean", "reward_std", "q_target", "critic_loss"):
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
+    np.testing.assert_allclose([metrics["reward_mean"], metrics["reward_std"]], [reward.mean(), reward.std()], rtol=1e-4)
+    pairs = {name: (getattr(agent, name), getattr(agent_after, name)) for name in ("actor", "critic", "log_alpha")}
+    for name, (before, after) in (pairs | {"encoders": (encoders, encoders_after)}).items():
+        changed = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), before.params, after.params)
         assert all(jax.tree.leaves(changed)), name
     followed = jax.tree.map(lambda old, new, target: np.allclose(target, 0.995 * old + 0.005 * new, atol=1e-6),
-                            state.target_critic, after.critic.params, after.target_critic)  # fmt: skip
+                            agent.target_critic, agent_after.critic.params, agent_after.target_critic)  # fmt: skip
     assert all(jax.tree.leaves(followed))
 
 
@@ -244,18 +254,18 @@ def test_point_maze_physics():
 def test_sac_target_takes_the_smaller_target_critic_and_the_entropy():
     """update_sac's critic step equals one that is put together by hand."""
     env, key = ctec.make_env("point_u_maze"), jax.random.PRNGKey(3)
-    state = ctec.init_state(ARGS, env)
-    state = state.replace(target_critic=jax.tree.map(lambda x: x + 0.1, state.critic.params), log_alpha=state.log_alpha.replace(params=jnp.log(0.3)))
+    agent = ctec.init_state(ARGS, env).agent
+    agent = agent.replace(target_critic=jax.tree.map(lambda x: x + 0.1, agent.critic.params), log_alpha=agent.log_alpha.replace(params=jnp.log(0.3)))
     batch, reward = random_batch(8), jnp.arange(8.0)
-    after, metrics = ctec.update_sac(ARGS, state, batch, reward, key)
-    action, log_prob = ctec.sample_action(state.actor.params, ARGS, jax.random.split(key)[0], batch.next_obs, 2)
-    q = ctec.q_values(state.target_critic, ARGS, batch.next_obs, action)
+    after, metrics = ctec.update_sac(ARGS, agent, batch, reward, key)
+    action, log_prob = ctec.sample_action(agent.actor.params, ARGS, jax.random.split(key)[0], batch.next_obs, 2)
+    q = ctec.q_values(agent.target_critic, ARGS, batch.next_obs, action)
     assert (q[0] < q[1]).any() and (q[0] > q[1]).any()
     target = reward + 0.99 * (jnp.minimum(q[0], q[1]) - 0.3 * log_prob)
     np.testing.assert_allclose(metrics["q_target"], target.mean(), rtol=1e-5)
-    np.testing.assert_allclose(metrics["critic_loss"], jnp.mean((ctec.q_values(state.critic.params, ARGS, batch.obs, batch.action) - target) ** 2), rtol=1e-5)
+    np.testing.assert_allclose(metrics["critic_loss"], jnp.mean((ctec.q_values(agent.critic.params, ARGS, batch.obs, batch.action) - target) ** 2), rtol=1e-5)
     # 8 samples with an entropy above -0.5 * 2: alpha must fall
-    assert metrics["entropy"] > -1.0 and after.log_alpha.params < state.log_alpha.params
+    assert metrics["entropy"] > -1.0 and after.log_alpha.params < agent.log_alpha.params
 
 
 class Walker:
