@@ -930,7 +930,7 @@ def parse_args(argv=None):
             if not stop.code:
                 raise
             message = re.split("[─-]{4,}", box.getvalue())[1]  # the first part of tyro's framed one
-            fail(" ".join(re.sub("[│╮]", " ", message).split()) + "; see --help")
+            fail(" ".join(re.sub("[│╮]", " ", message).split()).rstrip(".") + "; see --help")
 
     args = parse(Args())
     if not args.resume:
