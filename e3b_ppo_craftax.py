@@ -12,9 +12,8 @@ achievements that an episode unlocks.
 
 Everything but the bonus is the code of ctec_ppo_rnn_craftax.py; the bonus's numbers are those of the paper's Table 7.
 The inverse is kept as S S^T and its rank-one update is made on S (Potter's square-root form): the bonus |S^T f|^2
-cannot be negative, and S S^T stays symmetric and positive in float32, where the plain update breaks down after some
-thousand steps with features of length 10. An episode begins with its first state in C; the step that ends it does not
-pay.
+cannot be negative, and S S^T stays symmetric and positive in float32, where the plain update can end in a negative
+bonus after some thousand steps. An episode begins with its first state in C; the step that ends it does not pay.
 """
 # /// script
 # requires-python = ">=3.11"

@@ -71,6 +71,8 @@ def test_e3b_stays_symmetric_and_positive_for_ten_thousand_steps():
     spread = jnp.arange(1.0, 33.0) ** -2
     feature = 10 * (2 + jax.random.normal(jax.random.PRNGKey(0), (10_000, 1, 32)) * spread)
     bonus, root = jax.jit(lambda *x: e3b.elliptical_bonus(args, *x))(e3b.new_roots(args, 1), feature, jnp.zeros((10_000, 1), bool))
+    plain = lambda inverse, f: (inverse - jnp.outer(inverse @ f, inverse @ f) / (1 + f @ inverse @ f), f @ inverse @ f)
+    assert float(jax.lax.scan(plain, jnp.eye(32) / 0.1, feature[:, 0])[1].min()) < 0
     inverse = np.asarray(root[0], float) @ np.asarray(root[0], float).T
     np.testing.assert_array_equal(inverse, inverse.T)
     exact = np.linalg.inv(np.asarray(feature[:, 0], float).T @ np.asarray(feature[:, 0], float) + 0.1 * np.eye(32))
