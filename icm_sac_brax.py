@@ -758,7 +758,8 @@ def show_progress(args, row, learning):
     done, live, rate = row["iteration"] / args.num_iterations, sys.stdout.isatty(), row["steps_per_second"]
     left = f"{clock(row['steps'] * (1 / done - 1) / rate)} left   " if learning else "not learning yet"
     if live or done == 1 or row["iteration"] % -(-args.num_iterations // 20) == 0:
-        result = f"{METRICS[4]} {round(row[METRICS[4]], 2):,.10g}"  # coverage, or achievements
+        name = next(name for name in METRICS[4:] if name in row)  # coverage, or achievements
+        result = f"{name} {round(row[name], 2):,.10g}"
         bar = f"[{'#' * int(30 * done):30}] {done:4.0%}  {result}  {rate:,.0f} steps/s  {left}"
         print(bar, end="\r" if live and done < 1 else "\n", flush=True)
 

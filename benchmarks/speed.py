@@ -4,7 +4,9 @@
         python benchmarks/speed.py ctec_sac_brax --env ant_hardest_maze --num-envs 64 --batch-size 64 \\
         --encoder-width 256 --replay-size 1100
     ... python benchmarks/speed.py ctec_ppo_rnn_craftax --preset laptop
+    ... python benchmarks/speed.py etd_ppo --env point_hardest_maze --preset laptop
 """
+import functools
 import importlib
 import sys
 import time
@@ -133,7 +135,35 @@ def craftax(name, argv):
     print(f"reward              {rows:12,} encoder rows for an environment's {pairs:,} pairs ({2 * pairs / rows:.0f} times fewer than one call a pair)")
 
 
+def etd(name, argv):
+    script = importlib.import_module(name)
+    args = script.parse_args(argv)
+    env, key, steps = script.make_any_env(args.env), jax.random.PRNGKey(0), args.num_envs * args.num_steps
+    gradient_steps = args.update_epochs * (steps // args.batch_size)
+    print(f"{name} {args.env} {args.bonus} on {jax.devices()[0].platform}: {args.num_envs} envs x {args.num_steps} steps, {gradient_steps} gradient steps of batch {args.batch_size}")
+    state, iteration = iteration_seconds(script, args, env, script.init_state(args, env), 1)
+    print(f"training            {steps / iteration:12,.0f} steps/s   ({iteration:.2f} s an iteration)")
+    play = jax.jit(script.play_steps, static_argnums=(0, 1))
+    (played, rollout, _), play_seconds, _ = best(lambda: play(args, env, state, key))
+    states, action = jnp.concatenate([rollout.obs, played.env.obs[None]]), script.action_distribution(env).vector(rollout.action)
+    if args.bonus == "etd":
+        reward = jax.jit(lambda state: script.etd_reward(args, state.encoders.params, state.memory, states, rollout.done)[0])
+    else:
+        reward = jax.jit(lambda state: script.ctec_reward(args, state.encoders.params, key, states, action, rollout.done))
+    parts = {"env and policy": play_seconds, "reward": best(lambda: reward(state))[1]}
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: args.batch_size], (rollout, action))
+    loss, ones = script.etd_loss if args.bonus == "etd" else script.ctec_loss, jnp.ones(args.batch_size)
+    updates = {
+        "encoders": lambda state, rows: script.clipped_update(loss, state.encoders, args, 1e-4, rows[0].obs, rows[1], rows[0].obs, ones),
+        "PPO": lambda state, rows: script.clipped_update(script.ppo_rows_loss, state.agent, args, 1e-4, env, rows[0], ones),
+    }
+    for part, update in updates.items():
+        parts[part] = gradient_steps * best(functools.partial(jax.jit(update), state, rows), 10)[1]
+    print_parts(parts)
+
+
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python benchmarks/speed.py SCRIPT [flags of the script]")
-    (craftax if "craftax" in sys.argv[1] else brax)(Path(sys.argv[1]).stem, sys.argv[2:])
+    name = Path(sys.argv[1]).stem
+    (craftax if "craftax" in name else etd if "etd" in name else brax)(name, sys.argv[2:])

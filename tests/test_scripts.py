@@ -14,6 +14,8 @@ SCRIPTS = sorted(ROOT.glob("*.py"))
 DIFFERENT = {"Args", "TrainState", "train_iteration", "main", "PRESETS", "update", "init_state", "PAPER", "METRICS"}
 # fields of Args to which the paper's tables give another number, or docstring, on Craftax
 OF_CRAFTAX = {"env", "total_timesteps", "num_envs", "learning_rate", "agent_width", "gamma", "encoder_width", "representation_size", "gamma_cl", "logsumexp_penalty"}
+# those that ETD's paper, or a second family of environments in one file, changes
+OF_ETD = {"env", "num_steps", "episode_length", "update_epochs", "learning_rate", "max_grad_norm", "agent_width", "gamma", "gae_lambda", "gamma_cl", "logsumexp_penalty"}
 
 
 def top_level(path):
@@ -67,7 +69,7 @@ def test_same_argument_same_meaning():
     seen = {}
     for path in SCRIPTS:
         for name, field in args_fields(path).items():
-            key = (name, "craftax" in path.name and name in OF_CRAFTAX)
+            key = (name, "craftax" in path.name and name in OF_CRAFTAX, "etd" in path.name and name in OF_ETD)
             assert seen.setdefault(key, field) == field, f"{path.name}: Args.{name} is {field}, elsewhere {seen[key]}"
 
 
