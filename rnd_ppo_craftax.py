@@ -124,7 +124,7 @@ PRESETS = {
     "laptop": dict(total_timesteps=2_500_000, num_envs=64, reset_ratio=128, agent_width=128, learning_rate=5e-4,
                    entropy_coef=0.05, intrinsic_coef=0.1, model_learning_rate=1e-3,
                    model_epochs=2, model_minibatches=32, checkpoint_minutes=2.0),
-}  # fmt: skip  # fmt: skip
+}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------- environments
