@@ -1,31 +1,47 @@
 """ETD and C-TeC with the same PPO, on the point, ant and humanoid mazes, on the Panda arm and on Craftax-Classic.
 
 ETD (Jiang et al., "Episodic Novelty Through Temporal Distance", ICLR 2025) learns by InfoNCE how many steps lie between
-two states, as a quasimetric d(x, y), and pays for the distance of the new state from the nearest one of its episode so
+two states, as a quasimetric d(x, y), and rewards the distance of the new state from the nearest one of its episode so
 far: go where you have not been in this episode. C-TeC (Mohamed et al., "Temporal Representations for Exploration", ICLR
-2026) pays for |phi(s, a) - psi(s_f)| to a sampled future: go where your future is hard to predict. Here both have the
+2026) rewards |phi(s, a) - psi(s_f)| to a sampled future: go where your future is hard to predict. Here both have the
 same PPO, encoders of the same shape and a standardised reward: the like-for-like comparison of the C-TeC paper.
 There is no task reward; success is the number of places visited, or of achievements that an episode unlocks.
+
+One iteration:
+
+    128 times, in every environment:                                                  # collect
+        act with PPO's policy, store (s, a, log-probability, value, done), mark the bin of the new position as visited
+    ETD:   reward = min over the episode's states s_k before s' of d(s_k, s')                             # update
+    C-TeC: reward = |phi(s, a) - psi(s_f)| with a sampled future s_f
+    standardise the reward by its running mean and deviation
+    4 times, in minibatches of 1024 shuffled steps:
+        one Adam step of the encoders on InfoNCE between states (C-TeC: state-actions) and sampled futures
+        one Adam step of PPO on the rewards' advantages
 
     python etd_ppo.py --env ant_hardest_maze                                   # for a GPU
     python etd_ppo.py --env point_hardest_maze --preset laptop                 # minutes on two CPU cores
     python etd_ppo.py --env craftax_classic --preset laptop --bonus ctec
     python etd_ppo.py --resume runs/<folder>                                   # go on from the last checkpoint
+
+Metrics, implementation details and results: docs/etd_ppo.md
 """
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
 #   "jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "brax==0.14.2", "mujoco==3.17.0", "mujoco-mjx==3.17.0",
-#   "craftax==1.6.1", "numpy==2.4.6", "tyro==1.0.16", "matplotlib==3.11.2", "wandb==0.31.0",
+#   "craftax==1.6.1", "numpy==2.4.6", "tyro==1.0.16", "tqdm==4.70.1", "matplotlib==3.11.2", "wandb==0.31.0",
 # ]
 # ///
+
+import collections
 import contextlib
+import csv
 import dataclasses
 import functools
 import io
 import json
+import math
 import os
-import re
 import signal
 import sys
 import time
@@ -40,6 +56,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from tqdm import tqdm
 
 with contextlib.redirect_stdout(io.StringIO()):  # no "Failed to import warp": an optional backend that is not used
     import brax.spring.pipeline
@@ -53,7 +70,7 @@ ENVS = ("point_u_maze", "point_large_maze", "point_hardest_maze", "ant_u_maze", 
         "humanoid_u_maze", "humanoid_large_maze", "arm_binpick_hard")  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------- arguments
+# --------------------------------------------------------------------------------------------------- arguments
 @dataclasses.dataclass(frozen=True)
 class Args:
     env: Literal[(*ENVS, "craftax_classic")] = "ant_hardest_maze"
@@ -71,42 +88,42 @@ class Args:
     run_dir: str = "runs"
     """where the folder of the run is made"""
     checkpoint_minutes: float = 10.0
-    """time between checkpoints; there is one at the end, at Ctrl-C and at SIGTERM anyway"""
+    """minutes between checkpoints; there is always one at the end, at Ctrl-C and at SIGTERM"""
     track: bool = False
     """send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)"""
     episode_window: int = 1024
-    """finished episodes, the latest ones, over which the achievement rates are taken"""
+    """number of latest finished episodes over which the achievement rates are taken"""
 
     num_envs: int = 1024
     """parallel environments (paper Table 2; 256 on the humanoid)"""
     num_steps: int = 128
     """steps in each environment before the update of an iteration; futures end with them (ETD: 512, 16 environments)"""
     episode_length: int = 1000
-    """steps after which an episode is cut off (paper Table 2; 10,000 in Craftax, as the game does)"""
+    """steps after which an episode is truncated (paper Table 2; 10,000 in Craftax, as the game does)"""
     batch_size: int = 1024
     """transitions in a gradient step (paper Table 2; 256 on the humanoid)"""
     update_epochs: int = 4
     """passes over a rollout, of PPO and of the encoders (ETD)"""
     learning_rate: float = 3e-4
-    """Adam, of PPO and of the encoders (ETD)"""
+    """Adam step size of PPO and of the encoders (ETD)"""
     adam_eps: float = 1e-5
-    """epsilon of both Adams (Craftax baselines)"""
+    """epsilon of Adam, PPO and the bonus's model (Craftax baselines)"""
     max_grad_norm: float = 0.5
-    """longest gradient, of PPO and of the encoders (ETD)"""
+    """global-norm gradient clipping, PPO and the bonus's model (ETD)"""
     agent_width: int = 256
     """width of the two hidden layers of actor and critic (paper Table 2)"""
     gamma: float = 0.99
     """discount of PPO (ETD)"""
     gae_lambda: float = 0.95
-    """lambda of the advantage estimate (ETD)"""
+    """lambda of generalised advantage estimation (ETD)"""
     clip: float = 0.2
     """PPO's clipping of the probability ratio (paper Table 5)"""
     entropy_coef: float = 0.01
-    """weight of the entropy (paper Table 5)"""
+    """weight of the entropy bonus (paper Table 5)"""
     value_coef: float = 0.5
     """weight of the value loss (Craftax baselines)"""
     reward_momentum: float = 0.9
-    """how slowly the mean and deviation that standardise the reward follow (ETD)"""
+    """momentum of the running mean and deviation that standardise the reward (ETD)"""
 
     encoder_width: int = 1024
     """width of the hidden layers of the bonus's networks (paper Tables 3 and 4)"""
@@ -125,8 +142,16 @@ class Args:
     """weight of mean(logsumexp^2) in the contrastive loss of C-TeC (paper Table 3)"""
 
     @property
+    def steps_per_iteration(self):
+        return self.num_envs * self.num_steps
+
+    @property
     def num_iterations(self):
-        return -(-self.total_timesteps // (self.num_envs * self.num_steps))
+        return math.ceil(self.total_timesteps / self.steps_per_iteration)
+
+    @property
+    def first_update(self):
+        return 1
 
 
 PAPER = {  # what the paper's tables change for one environment
@@ -139,312 +164,9 @@ PRESETS = {
 }
 
 
-# ------------------------------------------------------------------------------------------------- environments
-MAZES = {  # 1 wall, r start, 0 free; row i and column j stand at x = i * cell, y = j * cell
-    "u": "11111 1r001 11101 10001 11111",
-    "large": "11111111 1r011001 10010001 11000111 10010001 10100101 10001001 11111111",
-    "hardest": "111111111111 1r0001000001 101101010101 100000010001 101111011101 100101000001 110101010111 "
-               "100100010001 111111111111",
-}  # fmt: skip
-
-BIN = 0.5  # metres; coverage is the number of bins of this size that were visited
-
-
-@flax.struct.dataclass
-class EnvState:
-    physics: Any  # the point's (x, y, vx, vy), or a Brax pipeline state
-    obs: jax.Array  # (state_size,): what the policy and the encoders see; the first position_size are the place
-    terminated: jax.Array  # () bool: unhealthy
-
-
-class Maze:
-    """What all mazes share: cells, the bounds of the coverage grid, outlines for the pictures."""
-
-    def __init__(self, maze):
-        grid, cell = np.array([list(row) for row in MAZES[maze].split()]), self.cell
-        self.is_wall, self.start = grid == "1", np.argwhere(grid == "r")[0] * cell
-        self.walls, self.free = np.argwhere(grid == "1") * cell, np.argwhere(grid == "0") * cell  # (n, 2) centres
-        self.low = np.array([-cell / 2, -cell / 2, 0.0])[: self.position_size]
-        self.high = np.array([*(np.array(grid.shape) - 0.5) * cell, 2.5])[: self.position_size]
-        self.grid = tuple(np.round((self.high - self.low) / BIN).astype(int))  # bins along each axis
-        self.outlines = [(x - cell / 2, y - cell / 2, cell, cell) for x, y in self.walls]
-        self.bins = (len(self.free) + 1) * round(cell / BIN) ** 2 if self.position_size == 2 else None
-
-
-class PointMaze(Maze):
-    """A disc that is pushed around, in closed form: over a million steps a second on one core."""
-
-    state_size, action_size, position_size, cell, radius = 4, 2, 2, 4.0, 0.4
-
-    def reset(self, key):
-        place = self.start + jax.random.uniform(key, (2,), minval=-0.1, maxval=0.1)
-        physics = jnp.concatenate([place, jnp.zeros(2)])
-        return EnvState(physics, physics, jnp.zeros((), bool))
-
-    def blocked(self, p):
-        """Does the disc at p overlap a wall? It reaches no further than the cells under its square's corners."""
-        corners = p + self.radius * np.array([(-1, -1), (-1, 1), (1, -1), (1, 1)], np.float32)
-        cells = jnp.round(corners / self.cell).astype(jnp.int32)  # (4, 2)
-        nearest = jnp.clip(p, (cells - 0.5) * self.cell, (cells + 0.5) * self.cell)
-        touches = jnp.sum((p - nearest) ** 2, axis=-1) < self.radius**2
-        return jnp.any(touches & jnp.asarray(self.is_wall)[cells[:, 0], cells[:, 1]])
-
-    def step(self, state, action):
-        p, v = state.physics[:2], 0.9 * state.physics[2:] + 0.05 * jnp.clip(action, -1.0, 1.0)
-        for axis in np.eye(2, dtype=np.float32):  # a wall stops the component of v that meets it
-            v = jnp.where(self.blocked(p + v * axis), v * (1 - axis), v)
-            p = p + v * axis
-        physics = jnp.concatenate([p, v])
-        return EnvState(physics, physics, jnp.zeros((), bool))
-
-    def frame(self, physics):
-        return physics[:16, :2]  # what the rollout picture needs
-
-
-class BraxMaze(Maze):
-    """A robot that comes with Brax, among wall boxes of half a cell's height."""
-
-    def __init__(self, maze):
-        super().__init__(maze)
-        spec = mujoco.MjSpec.from_file(str(Path(brax.__file__).parent / "envs/assets" / self.xml))
-        spec.option.timestep, half = self.timestep, self.cell / 2
-        self.edit(spec)
-        for x, y in self.walls:
-            spec.worldbody.add_geom(type=mujoco.mjtGeom.mjGEOM_BOX, pos=(x, y, half / 2), size=(half, half, half / 2),
-                                    contype=1, conaffinity=1)  # fmt: skip
-        spec.compile()
-        # mjx's broad phase: only the nearest pairs of each kind (by bounding spheres) are collided, only the deepest
-        # points are kept. The two numbers must come first: mjx 3.17 looks for the i-th one at numeric_data[i].
-        broad_phase = "".join(f'<numeric name="max_{k}" data="{v}"/>' for k, v in self.broad_phase.items())
-        self.sys = mjcf.loads(spec.to_xml().replace("<custom>", "<custom>" + broad_phase, 1))  # fuses jointless bodies
-        self.action_size = self.sys.act_size()
-
-    def from_q(self, q, qd):
-        return self.state(brax.spring.pipeline.init(self.sys, q, qd), jnp.zeros(self.action_size))
-
-    def step(self, state, action):
-        control = action * self.action_scale
-        substep = lambda _, physics: brax.spring.pipeline.step(self.sys, physics, control)
-        return self.state(jax.lax.fori_loop(0, 10, substep, state.physics), control)
-
-    def state(self, physics, control):
-        z, (low, high) = physics.x.pos[0, 2], self.healthy
-        return EnvState(physics, self.observe(physics, control), (z < low) | (z > high))
-
-    def frame(self, physics):
-        return jax.tree.map(lambda x: x[0], physics.x)  # the links of the first environment, for the viewer
-
-
-class AntMaze(BraxMaze):
-    state_size, position_size, cell, xml, timestep, healthy = 29, 2, 4.0, "ant.xml", 0.005, (0.2, 1.0)
-    broad_phase, action_scale = {"geom_pairs": 8, "contact_points": 12}, 1.0
-
-    def edit(self, spec):
-        for geom in spec.geoms:  # these meet the walls
-            if geom.name.startswith(("torso", "aux")) or "foot" in geom.name:
-                geom.conaffinity = 1
-
-    def reset(self, key):
-        key_q, key_qd = jax.random.split(key)
-        q = self.sys.init_q + jax.random.uniform(key_q, (15,), minval=-0.1, maxval=0.1)
-        return self.from_q(q.at[:2].set(self.start), 0.1 * jax.random.normal(key_qd, (14,)))
-
-    def observe(self, physics, control):
-        return jnp.concatenate([physics.q, physics.qd])
-
-
-class HumanoidMaze(BraxMaze):
-    state_size, position_size, cell, xml, timestep, healthy = 268, 3, 2.0, "humanoid.xml", 0.0015, (1.0, 2.0)
-    broad_phase, action_scale = {"geom_pairs": 20, "contact_points": 12}, 0.4
-
-    def edit(self, spec):
-        for geom in spec.geoms:  # every geom meets floor and walls, none another of the robot
-            geom.contype = int(geom.name != "floor")
-        for motor, gear in zip(spec.actuators, [350] * 11 + [100] * 6):
-            motor.gear[0] = gear
-        # the goal of the maze task, which nobody is told to reach: its place and motion are part of the state
-        target = spec.worldbody.add_body(name="target", pos=(0, 0, 1.25))
-        for axis in ((1, 0, 0), (0, 1, 0)):
-            target.add_joint(type=mujoco.mjtJoint.mjJNT_SLIDE, axis=axis, limited=0)
-        target.add_geom(type=mujoco.mjtGeom.mjGEOM_SPHERE, size=(0.5, 0, 0), mass=1, contype=0, conaffinity=0)
-
-    def reset(self, key):
-        target = jax.random.choice(key, jnp.asarray(self.free, jnp.float32))
-        return self.from_q(self.sys.init_q.at[:2].set(self.start).at[-2:].set(target), jnp.zeros(self.sys.qd_size()))
-
-    def observe(self, physics, control):
-        inertia, x = self.sys.link.inertia, physics.x
-        # the spring backend works with unit inertias (spring_inertia_scale 1 in humanoid.xml)
-        inertia = inertia.replace(i=jnp.broadcast_to(jnp.eye(3), inertia.i.shape))
-        x_i, mass = x.vmap().do(inertia.transform), inertia.mass[:, None]  # centres of mass of the links
-        com = jnp.sum(mass * x_i.pos, axis=0) / jnp.sum(mass)
-        about_com = x_i.replace(pos=x_i.pos - com).vmap().do(inertia).i.reshape(-1, 9)
-        velocity = base.Transform.create(pos=x_i.pos - x.pos).vmap().do(physics.xd)
-        velocities = jnp.hstack([velocity.vel * mass / jnp.sum(mass), velocity.ang])
-        torque = actuator.to_tau(self.sys, control, physics.q, physics.qd)
-        inertias = jnp.hstack([about_com, mass])
-        return jnp.concatenate([physics.q, physics.qd, inertias.ravel(), velocities.ravel(), torque])
-
-
-PANDA = np.array("""
-    0      0    .333  0 4.970684 .003875 .002081 -.04762 .70337 .70661 .009117 -.000139 .006772 .019169 -2.8973 2.8973
-    0      0    0    -1 .646926 -.003141 -.02872 .003495 .007962 .02811 .025995 -.003925 .010254 .000704 -1.7628 1.7628
-    0     -.316 0  1 3.228604 .027518 .039252 -.066502 .037242 .036155 .01083 -.004761 -.011396 -.012805 -2.8973 2.8973
-    .0825  0    0  1 3.587895 -.05317 .104419 .027454 .025853 .019552 .028323 .007796 -.001332 .008641 -3.0718 -.0698
-   -.0825  .384 0 -1 1.225946 -.011953 .041065 -.038437 .035549 .029474 .008627 -.002117 -.004037 .000229 -2.8973 2.8973
-    0      0    0  1 1.666555 .060149 -.014117 -.010517 .001964 .004354 .005433 .000109 -.001158 .000341 -.0175 3.7525
-    .088   0    0  1 .735522 .010517 -.004252 .061597 .012516 .010027 .004815 -.000428 -.001196 -.000741 -2.8973 2.8973
-""".split(), float).reshape(7, 16)  # links 1-7: place in the parent (3), quarter turns about x, mass, its centre (3),
-# inertia xx, yy, zz, xy, xz, yz, and the joint's range
-
-
-class ArmBinpick:
-    """A Franka Panda, and a cube in the blue one of two bins. Primitive geoms, which meet in listed pairs only."""
-
-    state_size, action_size, position_size, bins = 18, 5, 3, None
-    default_q = np.array([1.571, 0.742, 0, -1.571, 0, 3.054, 1.449, 0.04, 0.04])
-    low, high, start = np.array([-8.0, -8.0, -1.0]), np.array([8.0, 8.0, 4.0]), np.array([-0.3, 0.6])
-    grid = (32, 32, 10)
-    sides = np.array([(-195, -195, 390, 10), (-195, 185, 390, 10), (185, -185, 10, 370), (-195, -185, 10, 370)]) / 1000
-    outlines = [*(sides + (-0.3, 0.6, 0, 0)), *(sides + (0.3, 0.6, 0, 0))]  # of the blue and the red bin
-
-    def __init__(self):
-        text, fixed = lambda numbers: " ".join(map(str, numbers)), ["table", *(f"bin{i}" for i in range(8))]
-        bins = "".join(f"""<geom name="bin{i}" type="box" pos="{x + width / 2} {y + depth / 2} .033"
-            size="{width / 2} {depth / 2} .033"/>""" for i, (x, y, width, depth) in enumerate(self.outlines))
-        links = "".join(f"""<body pos="{text(row[:3])}" quat="1 {row[3]} 0 0">
-            <inertial mass="{row[4]}" pos="{text(row[5:8])}" fullinertia="{text(row[8:14])}"/>
-            <joint name="joint{i}" axis="0 0 1" range="{text(row[14:])}"/>""" for i, row in enumerate(PANDA))
-        # the hand is rigid on link 7, turned by 45 degrees; the link's inertia is for both
-        c, s = np.cos(np.pi / 8), np.sin(np.pi / 8)
-        fingers = "".join(f"""<body pos="0 0 .1654" quat="{quat}">
-            <inertial mass=".015" pos="0 0 0" diaginertia="2.375e-6 2.375e-6 7.5e-7"/>
-            <joint name="joint{i}" type="slide" axis="0 1 0" range="0 .05" damping="5" armature=".1"/>
-            <geom name="finger{i}" type="box" size=".015 .005 .04" pos="0 .0055 .035"/>
-            </body>""" for i, quat in ((7, f"{c} 0 0 {-s}"), (8, f"{s} 0 0 {c}")))
-        motors = [(4500, 4500, 87)] * 2 + [(2000, 3500, 87)] * 2 + [(1000, 2000, 12)] * 3 + [(0.09804, 500, 500)] * 2
-        motors = "".join(f"""<general joint="joint{i}" gainprm="{gain}" biastype="affine" forcerange="{-limit} {limit}"
-            biasprm="0 {-stiffness} {-stiffness / 10}" ctrlrange="{text([*PANDA[:, 14:], (0, 255), (0, 255)][i])}"/>"""
-            for i, (gain, stiffness, limit) in enumerate(motors))  # fmt: skip
-        pairs = [(name, other) for name in ("hand", "finger7", "finger8", "cube") for other in fixed]
-        pairs += [("hand", "cube"), ("finger7", "finger8"), ("finger7", "cube"), ("finger8", "cube")]
-        self.sys = mjcf.load_model(mujoco.MjModel.from_xml_string(f"""<mujoco><compiler angle="radian"/>
-            <option timestep=".002" iterations="6" ls_iterations="12" integrator="implicitfast" impratio="10"/>
-            <custom><numeric name="max_geom_pairs" data="10"/><numeric name="max_contact_points" data="24"/></custom>
-            <default><geom contype="0" conaffinity="0"/></default>
-            <worldbody>
-                <body pos="-.3 .6 .07"><freejoint/><geom name="cube" type="box" size=".03 .03 .03"/></body>
-                <geom name="table" type="plane" pos="0 .2 0" size="2.8 2.4 .1"/> {bins} {links}
-                <geom name="hand" type="capsule" size=".04 .06" pos="0 0 .142" quat="{c} {c} {-s} {-s}"/>
-                {fingers} {"</body>" * len(PANDA)}
-            </worldbody>
-            <contact>{"".join(f'<pair geom1="{a}" geom2="{b}"/>' for a, b in pairs)}</contact>
-            <equality><joint joint1="joint7" joint2="joint8" solref=".005 1" solimp=".95 .99 .001 .5 2"/></equality>
-            <actuator>{motors}</actuator></mujoco>"""))  # fmt: skip
-
-    def forward(self, data):
-        """mjx.forward, but for the kinematics: XLA on a CPU would compute each link's pose anew for everything that
-        hangs on it, which takes 30 times longer than all the rest. The barriers forbid that."""
-        model, rotate, multiply, matrix = self.sys, brax.math.rotate, brax.math.quat_mul, brax.math.quat_to_3x3
-        cube = data.qpos[3:7] / jnp.linalg.norm(data.qpos[3:7])
-        pos, quat = [jnp.zeros(3), data.qpos[:3]], [jnp.array([1.0, 0.0, 0.0, 0.0]), cube]  # world, cube
-        for i, parent in enumerate(model.body_parentid[2:], 2):  # seven hinges about z, two slides along y
-            x, turn = pos[parent] + rotate(model.body_pos[i], quat[parent]), multiply(quat[parent], model.body_quat[i])
-            q = data.qpos[i + 5]
-            if i < 9:
-                turn = multiply(turn, jnp.stack([jnp.cos(q / 2), 0.0, 0.0, jnp.sin(q / 2)]))
-            else:
-                x = x + q * rotate(jnp.array([0.0, 1.0, 0.0]), turn)
-            x, turn = jax.lax.optimization_barrier((x, turn))
-            pos, quat = [*pos, x], [*quat, turn]
-        xpos, xquat, geom = jnp.stack(pos), jnp.stack(quat), model.geom_bodyid
-        place = jax.vmap(lambda x, turn, local_x, local: (x + rotate(local_x, turn), matrix(multiply(turn, local))))
-        xipos, ximat = place(xpos, xquat, model.body_ipos, model.body_iquat)
-        geom_xpos, geom_xmat = place(xpos[geom], xquat[geom], model.geom_pos, model.geom_quat)
-        xmat = jax.vmap(matrix)(xquat)
-        xaxis = jnp.concatenate([jnp.array([[0.0, 0.0, 1.0]]), xmat[2:9, :, 2], xmat[9:, :, 1]])
-        data = data.replace(qpos=data.qpos.at[3:7].set(cube), xpos=xpos, xquat=xquat, xmat=xmat, xanchor=xpos[1:])
-        data = data.replace(xaxis=xaxis, xipos=xipos, ximat=ximat, geom_xpos=geom_xpos, geom_xmat=geom_xmat)
-        for stage in (mjx.com_pos, mjx.crb, mjx.factor_m, mjx.collision, mjx.make_constraint, mjx.transmission,
-                      mjx.fwd_velocity, mjx.fwd_actuation, mjx.fwd_acceleration, mjx.solve):  # fmt: skip
-            data = stage(model, data)
-        return data
-
-    def from_q(self, q, qd):
-        return self.state(self.forward(mjx.make_data(self.sys).replace(qpos=q, qvel=qd)))
-
-    def reset(self, key):
-        cube = self.start + jax.random.uniform(key, (2,), minval=-0.15, maxval=0.15)
-        return self.from_q(jnp.concatenate([cube, jnp.array([0.07, 1, 0, 0, 0, *self.default_q])]), jnp.zeros(15))
-
-    def step(self, state, action):
-        """Targets of joints 1, 2, 4, 6, from [-1, 1] to their ranges; a positive last action closes the gripper."""
-        low, high = np.array([0.3491, 0, -3.0718, 2.3562]), np.array([2.7925, 1.48353, -0.0698, 3.7525])
-        j1, j2, j4, j6 = low + (action[:4] + 1) / 2 * (high - low)
-        grip = jnp.where(action[4] > 0, 0.0, 255.0)
-        data = state.physics.replace(ctrl=jnp.stack([j1, j2, 0.0, j4, 0.0, j6, 1.4487, grip, grip]))
-        return self.state(jax.lax.fori_loop(0, 25, lambda _, data: mjx.implicit(self.sys, self.forward(data)), data))
-
-    def state(self, data):
-        hand, left, right, q = 8, 9, 10, data.qpos  # bodies
-        offset, turning = data.xpos[hand] - data.subtree_com[2], data.cvel[hand, :3]
-        velocity = data.cvel[hand, 3:] + jnp.cross(turning, offset)
-        fingers = jnp.linalg.norm(data.xpos[left] - data.xpos[right]), 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19
-        obs = jnp.concatenate([q[:3], q[7:14], data.xpos[hand], velocity, jnp.stack(fingers)])
-        return EnvState(data, obs, jnp.zeros((), bool))
-
-    def frame(self, data):
-        return base.Transform(pos=data.xpos[0, 1:], rot=data.xquat[0, 1:])  # the bodies of the first environment
-
-
-@functools.cache
-def make_env(name):
-    robot, maze = name.split("_")[:2]
-    mazes = {"point": PointMaze, "ant": AntMaze, "humanoid": HumanoidMaze}
-    return ArmBinpick() if robot == "arm" else mazes[robot](maze)
-
-
-ACHIEVEMENTS = """collect_wood place_table eat_cow collect_sapling collect_drink make_wood_pickaxe make_wood_sword
-    place_plant defeat_zombie collect_stone place_stone eat_plant defeat_skeleton make_stone_pickaxe make_stone_sword
-    wake_up place_furnace collect_coal collect_iron collect_diamond make_iron_pickaxe make_iron_sword""".split()
-
-
-class Craftax:
-    """Craftax-Classic-Symbolic-v1 with the interface of the others: its state has the key of its next step, and an
-    action is a vector, of which the largest number counts."""
-
-    state_size, num_actions, grid = 1345, 17, None
-
-    def __init__(self):
-        from craftax.craftax_env import make_craftax_env_from_name  # here, because it starts the device
-
-        self.game = make_craftax_env_from_name("Craftax-Classic-Symbolic-v1", auto_reset=False)
-        self.params = self.game.default_params.replace(max_timesteps=10**9)  # `episode_length` cuts, as everywhere
-
-    def reset(self, key):
-        key, key_reset = jax.random.split(key)
-        obs, world = self.game.reset_env(key_reset, self.params)
-        # Craftax starts from Python numbers: without their types, train_iteration would be compiled twice
-        world, obs = jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), (world, obs))
-        return EnvState((world, key), obs, jnp.zeros((), bool))
-
-    def step(self, state, action):
-        key, key_step = jax.random.split(state.physics[1])
-        obs, world, _, done, _ = self.game.step_env(key_step, state.physics[0], jnp.argmax(action), self.params)
-        return EnvState((world, key), obs, done)
-
-    def frame(self, physics):
-        return physics[0].achievements
-
-
-@functools.cache
-def make_any_env(name):
-    return Craftax() if name == "craftax_classic" else make_env(name)
-
-
-# ----------------------------------------------------------------------------------------------------- networks
+# ---------------------------------------------------------------------------------------------------- networks
 class MLP(nn.Module):
-    """Hidden relu layers and a linear one."""
+    """Hidden relu layers and a linear output layer."""
 
     width: int
     out: int
@@ -458,6 +180,230 @@ class MLP(nn.Module):
         return dense(self.out)(x)
 
 
+# ----------------------------------------------------------------------------------- the method: ETD and C-TeC
+@flax.struct.dataclass
+class Pairs:
+    """Positive pairs for a contrastive loss. For each row, the other rows' positives are its negatives."""
+
+    anchor: jax.Array  # (B, ...)
+    positive: jax.Array  # (B, ...)
+    weight: jax.Array  # (B,) 1.0, or 0.0 for a row that has no positive and serves as a negative only
+
+
+def steps_left(done):
+    """(T, N) number of states that follow each step's state in its episode, inside the rollout of T+1 states. A step
+    with done is the last of its episode."""
+    t = jnp.arange(len(done))[:, None]
+    return jax.lax.cummin(jnp.where(done, t, len(done)), axis=0, reverse=True) - t
+
+
+def truncated_geometric(key, left, gamma):
+    """Offsets k = 1..left with P(k) ~ gamma^(k-1), by the inverse distribution function; 0 where nothing is left."""
+    log_gamma = jnp.log(gamma)
+    u = jax.random.uniform(key, left.shape)
+    k = jnp.ceil(jnp.log1p(u * jnp.expm1(left * log_gamma)) / log_gamma).astype(jnp.int32)
+    return jnp.clip(k, jnp.minimum(left, 1), left)
+
+
+def future_times(key, args, left):
+    """(T, N) time of one sampled future of each step (Eq. 1); an episode's last step returns itself and is masked."""
+    return jnp.arange(len(left))[:, None] + truncated_geometric(key, left, args.gamma_cl)
+
+
+def weighted_mean(x, weight):
+    return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+
+
+def infonce(logits, weight, logsumexp_penalty):
+    """InfoNCE over the rows, positives on the diagonal (Eq. 2), plus the penalty on logsumexp^2."""
+    lse = jax.nn.logsumexp(logits, axis=1)  # (B,)
+    return weighted_mean(lse - jnp.diag(logits) + logsumexp_penalty * lse**2, weight)
+
+
+def contrastive_metrics(loss, logits, weight, phi, psi):
+    rows = len(logits)
+    positive = jnp.diag(logits)
+    return {
+        "contrastive_loss": loss,
+        "accuracy": weighted_mean(jnp.argmax(logits, axis=1) == jnp.arange(rows), weight),
+        "logits_positive": weighted_mean(positive, weight),
+        "logits_negative": (jnp.sum(logits) - jnp.sum(positive)) / (rows * (rows - 1)),
+        "phi_variance": jnp.mean(jnp.var(phi, axis=0)),
+        "psi_variance": jnp.mean(jnp.var(psi, axis=0)),
+    }
+
+
+def mrn_distance(x, y):
+    """d(x, y), (...,), of representations (..., features): max(relu(x_1 - y_1)) + |x_2 - y_2|_2 on their halves (metric
+    residual network). It obeys the triangle inequality, and the way back may be longer than the way there."""
+    x1, x2 = jnp.split(x, 2, axis=-1)
+    y1, y2 = jnp.split(y, 2, axis=-1)
+    return jnp.max(nn.relu(x1 - y1), axis=-1) + jnp.sqrt(jnp.sum((x2 - y2) ** 2, axis=-1) + 1e-8)
+
+
+def mrn_pairs(x, y):
+    """d(x_i, y_j) for all pairs of rows, (B, B), one feature at a time, rematerialised in the backward pass, as in
+    l1_similarity. The gradient of the maximum goes to the feature that is the largest."""
+    x1, x2 = jnp.split(x, 2, axis=-1)
+    y1, y2 = jnp.split(y, 2, axis=-1)
+    largest = jax.lax.stop_gradient(jnp.max(nn.relu(x1[:, None] - y1), axis=-1))
+    add_largest = lambda total, difference: total + jnp.where(difference == largest, difference, 0.0)
+    add_square = lambda total, difference: total + difference**2
+
+    def over_features(add, x, y):
+        step = jax.checkpoint(lambda total, feature: (add(total, feature[0][:, None] - feature[1]), None))
+        return jax.lax.scan(step, jnp.zeros_like(largest), (x.T, y.T))[0]
+
+    return over_features(add_largest, x1, y1) + jnp.sqrt(over_features(add_square, x2, y2) + 1e-8)
+
+
+def encode_state(params, args, obs):
+    """ETD: the representation of a state, (..., representation_size), and its potential c, (...,)."""
+    out = MLP(args.encoder_width, args.representation_size + 1).apply(params, obs)
+    return out[..., :-1], out[..., -1]
+
+
+def etd_loss(params, args, batch):
+    """Symmetric InfoNCE with logits c(y_j) - d(x_i, y_j)."""
+    x, _ = encode_state(params, args, batch.anchor)
+    y, potential = encode_state(params, args, batch.positive)
+    logits = potential - mrn_pairs(x, y)  # (B, B)
+    loss = 0.5 * (infonce(logits, batch.weight, 0.0) + infonce(logits.T, batch.weight, 0.0))
+    return loss, contrastive_metrics(loss, logits, batch.weight, x, y)
+
+
+@flax.struct.dataclass
+class Memory:
+    """The states of each environment's episode before the rollout, in a ring buffer: number k is in row k % M."""
+
+    states: jax.Array  # (N, M, representation_size) embeddings, or (N, M, state_size) observations
+    count: jax.Array  # (N,) states of the episode so far
+    overflow: jax.Array  # () states that were forgotten before their episode ended
+
+
+def episode_numbers(done):
+    """(T+1, N) how many episodes ended in the rollout before each of its T+1 states."""
+    return jnp.concatenate([jnp.zeros((1, done.shape[1]), jnp.int32), jnp.cumsum(done, axis=0)])
+
+
+def insert_states(memory, states, done):
+    """Add those of (T, N, ...) states, T <= M, that belong to the episode that goes on after them."""
+    size = memory.states.shape[1]
+    episode = episode_numbers(done)
+    goes_on = episode[:-1] == episode[-1]
+    before = jnp.where(episode[-1] == 0, memory.count, 0)
+    row = jnp.where(goes_on, (before + jnp.cumsum(goes_on, axis=0) - 1) % size, size)
+    count = before + jnp.sum(goes_on, axis=0)
+    forgotten = jnp.sum(jnp.maximum(count - jnp.maximum(before, size), 0))
+    rows = memory.states.at[jnp.arange(row.shape[1]), row].set(states, mode="drop")
+    return Memory(rows, count, memory.overflow + forgotten)
+
+
+def etd_reward(params, args, states, done, memory):
+    """(T, N) min over the episode's earlier states s_k of d(s_k, s'), 0 where the episode ended, for the T+1 states of
+    a rollout; and the memory after it. All are encoded once, and one mask says who is earlier in whose episode."""
+    z, _ = encode_state(params, args, states)  # (T+1, N, features)
+    old = memory.states
+    if args.memory == "observations":
+        old = jax.lax.map(lambda obs: encode_state(params, args, obs)[0], old, batch_size=32)
+
+    def nearest(inputs):
+        z, old, count, episode = inputs  # of one environment
+        t = jnp.arange(len(z) - 1)
+        episode = episode[:-1]
+        in_memory = (jnp.arange(len(old)) < count) & (episode[:, None] == 0)  # (T, M)
+        in_rollout = (episode == episode[:, None]) & (t <= t[:, None])  # (T, T)
+        distance = mrn_distance(jnp.concatenate([old, z[:-1]]), z[1:, None])  # (T, M+T)
+        return jnp.min(jnp.where(jnp.concatenate([in_memory, in_rollout], axis=1), distance, jnp.inf), axis=1)
+
+    inputs = (z.swapaxes(0, 1), old, memory.count, episode_numbers(done).T)
+    reward = jnp.where(done, 0.0, jax.lax.map(nearest, inputs, batch_size=16).T)
+    kept = z if args.memory == "embeddings" else states
+    return reward, insert_states(memory, kept[:-1], done)
+
+
+def unit_length(x):
+    return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-12)
+
+
+def encode(params, args, x):
+    """phi of [s, a], or psi of s_f: (..., representation_size), of unit length along the features."""
+    return unit_length(MLP(args.encoder_width, args.representation_size).apply(params, x))
+
+
+def l1_similarity(phi, psi):
+    """C = -|phi_i - psi_j|_1 for all pairs, (B, B). One feature at a time, rematerialised in the backward pass: the
+    (B, B, features) array of differences would take most of the time and memory of a gradient step."""
+
+    @jax.checkpoint
+    def subtract(similarity, feature):
+        phi, psi = feature  # (B,), (B,)
+        return similarity - jnp.abs(phi[:, None] - psi), None
+
+    return jax.lax.scan(subtract, jnp.zeros((len(phi), len(psi))), (phi.T, psi.T))[0]
+
+
+def l2_similarity(phi, psi):
+    """C = -|phi_i - psi_j|_2 for all pairs of rows."""
+    product = jnp.matmul(phi, psi.T, precision="highest")  # TF32 would be felt near 0
+    squared = jnp.sum(phi**2, axis=-1)[:, None] + jnp.sum(psi**2, axis=-1) - 2 * product
+    return -jnp.sqrt(jnp.maximum(squared, 0.0) + 1e-8)
+
+
+def ctec_loss(params, args, batch):
+    """InfoNCE between phi(s, a) and psi(s_f) over the rows (Eq. 2)."""
+    phi = encode(params["phi"], args, batch.anchor)
+    psi = encode(params["psi"], args, batch.positive)
+    similarity = l1_similarity if args.similarity == "l1" else l2_similarity
+    tau = jnp.exp(params["log_tau"])
+    logits = similarity(phi, psi) / tau
+    loss = infonce(logits, batch.weight, args.logsumexp_penalty)
+    return loss, contrastive_metrics(loss, logits, batch.weight, phi, psi) | {"tau": tau}
+
+
+def ctec_reward(params, args, key, states, action, done):
+    """(T, N) the distance |phi(s, a) - psi(s_f)| to a sampled future of the rollout (Eq. 3), 0 where there is none."""
+    left = steps_left(done)
+    future = jnp.take_along_axis(states, future_times(key, args, left)[..., None], axis=0)
+    phi = encode(params["phi"], args, jnp.concatenate([states[:-1], action], axis=-1))
+    psi = encode(params["psi"], args, future)
+    return jnp.where(left > 0, jnp.linalg.norm(phi - psi, ord=int(args.similarity[1]), axis=-1), 0.0)
+
+
+def contrastive_loss(params, args, batch):
+    """The loss of the encoders, for Pairs: states or state-actions, and their futures."""
+    return etd_loss(params, args, batch) if args.bonus == "etd" else ctec_loss(params, args, batch)
+
+
+def intrinsic_reward(params, args, key, states, action, done, memory):
+    """(T, N) the reward before it is standardised, and ETD's memory after the rollout."""
+    if args.bonus == "etd":
+        return etd_reward(params, args, states, done, memory)
+    return ctec_reward(params, args, key, states, action, done), None
+
+
+# --------------------------------------------------------------------------------------------------------- PPO
+@flax.struct.dataclass
+class Model:
+    params: Any
+    opt_state: Any
+
+
+def init_model(optimizer, params):
+    return Model(params, optimizer.init(params))
+
+
+def gradient_update(loss_fn, model, optimizer, args, *inputs):
+    """One optimiser step on loss_fn(params, args, *inputs) -> (loss, aux)."""
+    grads, aux = jax.grad(loss_fn, has_aux=True)(model.params, args, *inputs)
+    updates, opt_state = optimizer.update(grads, model.opt_state)
+    return Model(optax.apply_updates(model.params, updates), opt_state), aux
+
+
+def clipped_adam(args, learning_rate):
+    return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adam(learning_rate, eps=args.adam_eps))
+
+
 class ActorCritic(nn.Module):
     """What an action distribution needs, (..., outputs), and the value (...,)."""
 
@@ -466,7 +412,7 @@ class ActorCritic(nn.Module):
 
     @nn.compact
     def __call__(self, obs):
-        dense = lambda size, scale=np.sqrt(2): nn.Dense(size, kernel_init=nn.initializers.orthogonal(scale))
+        dense = lambda size, scale=2**0.5: nn.Dense(size, kernel_init=nn.initializers.orthogonal(scale))
         head = lambda size: dense(size, 0.0)(nn.relu(dense(self.width)(nn.relu(dense(self.width)(obs)))))
         return head(self.outputs), head(1)[..., 0]  # scale 0: the first policy is the same everywhere
 
@@ -475,7 +421,8 @@ class TanhGaussian:
     """Actions tanh(u) with normal u. A rollout keeps u: the tanh's Jacobian cancels in the ratio of probabilities."""
 
     def __init__(self, env):
-        self.size, self.outputs = env.action_size, 2 * env.action_size
+        self.size = env.action_size
+        self.outputs = 2 * env.action_size
         self.nodes, weights = np.polynomial.hermite_e.hermegauss(8)
         self.weights = weights / weights.sum()
 
@@ -492,7 +439,7 @@ class TanhGaussian:
         return jnp.sum(-0.5 * ((u - mean) / std) ** 2 - jnp.log(std) - 0.5 * jnp.log(2 * jnp.pi), axis=-1)
 
     def entropy(self, output):
-        """Of tanh(u): that of u, and the mean of the log-Jacobian by Gauss-Hermite quadrature."""
+        """Entropy of tanh(u): that of u, and the mean log-Jacobian by Gauss-Hermite quadrature."""
         mean, std = self.mean_std(output)
         u = mean[..., None] + std[..., None] * self.nodes
         jacobian = jnp.sum(self.weights * 2 * (jnp.log(2.0) - u - jax.nn.softplus(-2 * u)), axis=-1)
@@ -506,7 +453,8 @@ class Categorical:
     """One of a number of actions."""
 
     def __init__(self, env):
-        self.size = self.outputs = env.num_actions
+        self.size = env.num_actions
+        self.outputs = env.num_actions
 
     def sample(self, key, output):
         return jax.random.categorical(key, output)
@@ -525,370 +473,104 @@ def action_distribution(env):
     return Categorical(env) if isinstance(env, Craftax) else TanhGaussian(env)
 
 
+def gae(args, reward, value, done, last_value):
+    """(T, N) generalised advantage estimates, backwards over the steps."""
+
+    def step(carry, inputs):
+        advantage, next_value = carry
+        reward, value, done = inputs
+        error = reward + args.gamma * next_value * (1.0 - done) - value
+        advantage = error + args.gamma * args.gae_lambda * (1.0 - done) * advantage
+        return (advantage, value), advantage
+
+    start = (jnp.zeros_like(last_value), last_value)
+    return jax.lax.scan(step, start, (reward, value, done.astype(jnp.float32)), reverse=True)[1]
+
+
+def ppo_rows_loss(params, args, env, rollout, advantage):
+    """Clipped objective, squared error of the values, and entropy, for rows of a rollout."""
+    actions = action_distribution(env)
+    output, value = ActorCritic(args.agent_width, actions.outputs).apply(params, rollout.obs)
+    target = advantage + rollout.value
+    advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)
+    log_ratio = actions.log_prob(output, rollout.action) - rollout.log_prob
+    ratio = jnp.exp(log_ratio)
+    clipped = jnp.clip(ratio, 1 - args.clip, 1 + args.clip)
+    policy_loss = -jnp.mean(jnp.minimum(ratio * advantage, clipped * advantage))
+    value_loss = 0.5 * jnp.mean((value - target) ** 2)
+    entropy = jnp.mean(actions.entropy(output))
+    loss = policy_loss + args.value_coef * value_loss - args.entropy_coef * entropy
+    metrics = {
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
+        "value_mean": jnp.mean(value),
+        "entropy": entropy,
+        "kl": jnp.mean(ratio - 1 - log_ratio),
+        "clipped": jnp.mean(ratio != clipped),
+    }
+    return loss, metrics
+
+
+# ----------------------------------------------------------------------------------------------------- rollout
 @flax.struct.dataclass
-class Model:
-    params: Any
-    opt_state: Any
-
-
-def clipped_update(loss_fn, model, args, learning_rate, *inputs):
-    """One Adam step on loss_fn(params, args, *inputs) -> (loss, aux), with the gradient clipped to its norm."""
-    grads, aux = jax.grad(loss_fn, has_aux=True)(model.params, args, *inputs)
-    updates, opt_state = optimizer(args).update(grads, model.opt_state)
-    params = jax.tree.map(lambda x, u: x - learning_rate * u, model.params, updates)
-    return Model(params, opt_state), aux
-
-
-def optimizer(args):
-    return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
-
-
-def new_model(args, params):
-    return Model(params, optimizer(args).init(params))
-
-
-# ----------------------------------------------------------------------------------- futures, and their InfoNCE
-def steps_left(done):
-    """(T, N) how many states follow the one of each step in its episode, inside the rollout. done is the one after a
-    step: the state of such a step is the last of its episode. The state after the rollout's last step is the (T+1)-th.
-    """
-    t = jnp.arange(len(done))[:, None]
-    return jax.lax.cummin(jnp.where(done, t, len(done)), axis=0, reverse=True) - t
-
-
-def truncated_geometric(key, left, gamma):
-    """Offsets 1..left with P(k) ~ gamma^(k-1), by the inverse of the distribution function; 0 where nothing is left."""
-    log_gamma = jnp.log(gamma)
-    u = jax.random.uniform(key, left.shape)
-    k = jnp.ceil(jnp.log1p(u * jnp.expm1(left * log_gamma)) / log_gamma).astype(jnp.int32)
-    return jnp.clip(k, jnp.minimum(left, 1), left)
-
-
-def sample_futures(key, args, left):
-    """(T, N) time of one future of each step, by a draw of its own (Eq. 1); the step itself where nothing is left."""
-    return jnp.arange(len(left))[:, None] + truncated_geometric(key, left, args.gamma_cl)
-
-
-def weighted_mean(x, weight):
-    return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1.0)
-
-
-def infonce(logits, weight, logsumexp_penalty):
-    """InfoNCE over the rows, positives on the diagonal (Eq. 2), and the penalty on logsumexp^2."""
-    lse = jax.nn.logsumexp(logits, axis=1)  # (B,)
-    return weighted_mean(lse - jnp.diag(logits) + logsumexp_penalty * lse**2, weight)
-
-
-def contrastive_metrics(loss, logits, weight, phi, psi):
-    rows, positive = len(logits), jnp.diag(logits)
-    return dict(
-        contrastive_loss=loss, accuracy=weighted_mean(jnp.argmax(logits, axis=1) == jnp.arange(rows), weight),
-        logits_positive=weighted_mean(positive, weight),
-        logits_negative=(jnp.sum(logits) - jnp.sum(positive)) / (rows * (rows - 1)),
-        phi_variance=jnp.mean(jnp.var(phi, axis=0)), psi_variance=jnp.mean(jnp.var(psi, axis=0)),
-    )  # fmt: skip
-
-
-# --------------------------------------------------------------------------------------------- the method: ETD
-def mrn_distance(x, y):
-    """d(x, y), (...,), of representations (..., features): max(relu(x_1 - y_1)) + |x_2 - y_2|_2 on their halves (metric
-    residual network). It obeys the triangle inequality, and the way back may be longer than the way there."""
-    (x1, x2), (y1, y2) = jnp.split(x, 2, axis=-1), jnp.split(y, 2, axis=-1)
-    return jnp.max(nn.relu(x1 - y1), axis=-1) + jnp.sqrt(jnp.sum((x2 - y2) ** 2, axis=-1) + 1e-8)
-
-
-def mrn_pairs(x, y):
-    """d(x_i, y_j) for all pairs of rows, (B, B), one feature at a time, and again in the backward pass, as in C-TeC's
-    l1_similarity. The gradient of the maximum goes to the feature that is the largest."""
-    (x1, x2), (y1, y2) = jnp.split(x, 2, axis=-1), jnp.split(y, 2, axis=-1)
-    largest = jax.lax.stop_gradient(jnp.max(nn.relu(x1[:, None] - y1), axis=-1))
-    add_largest = lambda c, difference: c + jnp.where(difference == largest, difference, 0.0)
-    add_square = lambda c, difference: c + difference**2
-
-    def over_features(add, x, y):
-        step = jax.checkpoint(lambda c, columns: (add(c, columns[0][:, None] - columns[1]), None))
-        return jax.lax.scan(step, jnp.zeros_like(largest), (x.T, y.T))[0]
-
-    return over_features(add_largest, x1, y1) + jnp.sqrt(over_features(add_square, x2, y2) + 1e-8)
-
-
-def encode_state(params, args, obs):
-    """The representation of a state, (..., representation_size), and its potential c, (...,)."""
-    out = MLP(args.encoder_width, args.representation_size + 1).apply(params, obs)
-    return out[..., :-1], out[..., -1]
-
-
-def etd_loss(params, args, obs, action, future, has_future):
-    """Symmetric InfoNCE with logits c(y_j) - d(x_i, y_j)."""
-    x, (y, potential) = encode_state(params, args, obs)[0], encode_state(params, args, future)
-    logits = potential - mrn_pairs(x, y)  # (B, B)
-    loss = 0.5 * (infonce(logits, has_future, 0.0) + infonce(logits.T, has_future, 0.0))
-    return loss, contrastive_metrics(loss, logits, has_future, x, y)
-
-
-@flax.struct.dataclass
-class Memory:
-    """The states of each environment's episode before the rollout, in a ring: number k is in row k % M."""
-
-    states: jax.Array  # (N, M, representation_size) embeddings, or (N, M, state_size) observations
-    count: jax.Array  # (N,) states of the episode so far
-    overflow: jax.Array  # () states that were forgotten before their episode ended
-
-
-def new_memory(args, env):
-    size = args.representation_size if args.memory == "embeddings" else env.state_size
-    states = jnp.zeros((args.num_envs, args.memory_size, size))
-    return Memory(states, jnp.zeros(args.num_envs, jnp.int32), jnp.int32(0))
-
-
-def episode_numbers(done):
-    """(T+1, N) how many episodes ended in the rollout before each of its T+1 states."""
-    return jnp.concatenate([jnp.zeros((1, done.shape[1]), jnp.int32), jnp.cumsum(done, axis=0)])
-
-
-def insert_states(memory, states, done):
-    """Adds those of (T, N, ...) states, T <= M, that belong to the episode that goes on after them."""
-    size, episode = memory.states.shape[1], episode_numbers(done)
-    goes_on, before = episode[:-1] == episode[-1], jnp.where(episode[-1] == 0, memory.count, 0)
-    row = jnp.where(goes_on, (before + jnp.cumsum(goes_on, axis=0) - 1) % size, size)
-    count = before + jnp.sum(goes_on, axis=0)
-    forgotten = jnp.sum(jnp.maximum(count - jnp.maximum(before, size), 0))
-    rows = memory.states.at[jnp.arange(row.shape[1]), row].set(states, mode="drop")
-    return Memory(rows, count, memory.overflow + forgotten)
-
-
-def etd_reward(args, params, memory, states, done):
-    """(T, N) min over the episode's earlier states s_k of d(s_k, s'), 0 where the episode ended, for the T+1 states of
-    a rollout; and the memory after it. All are encoded once, and one mask says who is earlier in whose episode."""
-    z, old = encode_state(params, args, states)[0], memory.states  # (T+1, N, features)
-    if args.memory == "observations":
-        old = jax.lax.map(lambda obs: encode_state(params, args, obs)[0], old, batch_size=32)
-
-    def nearest(inputs):
-        z, old, count, episode = inputs  # of one environment
-        t, episode = jnp.arange(len(z) - 1), episode[:-1]
-        in_memory = (jnp.arange(len(old)) < count) & (episode[:, None] == 0)  # (T, M)
-        in_rollout = (episode == episode[:, None]) & (t <= t[:, None])  # (T, T)
-        distance = mrn_distance(jnp.concatenate([old, z[:-1]]), z[1:, None])  # (T, M+T)
-        return jnp.min(jnp.where(jnp.concatenate([in_memory, in_rollout], axis=1), distance, jnp.inf), axis=1)
-
-    inputs = z.swapaxes(0, 1), old, memory.count, episode_numbers(done).T
-    reward = jnp.where(done, 0.0, jax.lax.map(nearest, inputs, batch_size=16).T)
-    return reward, insert_states(memory, (z if args.memory == "embeddings" else states)[:-1], done)
-
-
-# ------------------------------------------------------------------------------------------- the method: C-TeC
-def unit(x):
-    return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-12)
-
-
-def l1_similarity(phi, psi):
-    """C = -|phi_i - psi_j|_1 for all pairs, (B, B), one feature at a time, and again in the backward pass: the
-    (B, B, features) array of differences would be most of the time and memory of a gradient step."""
-    subtract = jax.checkpoint(lambda c, x: (c - jnp.abs(x[0][:, None] - x[1]), None))
-    return jax.lax.scan(subtract, jnp.zeros((len(phi), len(psi))), (phi.T, psi.T))[0]
-
-
-def l2_similarity(phi, psi):
-    """C = -|phi_i - psi_j|_2 for all pairs of rows."""
-    product = jnp.matmul(phi, psi.T, precision="highest")  # TF32 would be felt near 0
-    squared = jnp.sum(phi**2, axis=-1)[:, None] + jnp.sum(psi**2, axis=-1) - 2 * product
-    return -jnp.sqrt(jnp.maximum(squared, 0.0) + 1e-8)
-
-
-def ctec_encode(params, args, obs, action, future):
-    """phi(s, a) and psi(s_f), (..., representation_size), of unit length."""
-    encoder, pair = MLP(args.encoder_width, args.representation_size), jnp.concatenate([obs, action], axis=-1)
-    return unit(encoder.apply(params["phi"], pair)), unit(encoder.apply(params["psi"], future))
-
-
-def ctec_loss(params, args, obs, action, future, has_future):
-    """InfoNCE over the rows (Eq. 2)."""
-    phi, psi = ctec_encode(params, args, obs, action, future)
-    similarity = l1_similarity if args.similarity == "l1" else l2_similarity
-    logits = similarity(phi, psi) / jnp.exp(params["log_tau"])
-    loss = infonce(logits, has_future, args.logsumexp_penalty)
-    return loss, contrastive_metrics(loss, logits, has_future, phi, psi) | {"tau": jnp.exp(params["log_tau"])}
-
-
-def ctec_reward(args, params, key, states, action, done):
-    """(T, N) the distance |phi(s, a) - psi(s_f)| to a sampled future of the rollout (Eq. 3), 0 where there is none."""
-    left = steps_left(done)
-    future = jnp.take_along_axis(states, sample_futures(key, args, left)[..., None], axis=0)
-    phi, psi = ctec_encode(params, args, states[:-1], action, future)
-    return jnp.where(left > 0, jnp.linalg.norm(phi - psi, ord=int(args.similarity[1]), axis=-1), 0.0)
-
-
-# ---------------------------------------------------------------------------------------------------------- PPO
-@flax.struct.dataclass
-class Steps:
+class Rollout:
     obs: jax.Array  # (T, N, state_size)
     action: jax.Array  # (T, N, ...), as the distribution samples it
     log_prob: jax.Array  # (T, N)
     value: jax.Array  # (T, N)
     done: jax.Array  # (T, N) bool: the episode ended with this step
-    final_value: jax.Array  # (T, N) of the state after a step with which the episode was cut off, else 0
+    final_value: jax.Array  # (T, N) of the state after a step with which the episode was truncated, else 0
 
 
-def gae(args, reward, value, done, last_value):
-    """(T, N) generalised advantage estimates, backwards over the steps."""
-
-    def step(carry, x):
-        advantage, next_value = carry
-        reward, value, done = x
-        error = reward + args.gamma * next_value * (1.0 - done) - value
-        advantage = error + args.gamma * args.gae_lambda * (1.0 - done) * advantage
-        return (advantage, value), advantage
-
-    start = jnp.zeros_like(last_value), last_value
-    return jax.lax.scan(step, start, (reward, value, done.astype(jnp.float32)), reverse=True)[1]
-
-
-def ppo_rows_loss(params, args, env, steps, advantage):
-    """The clipped objective, squared error of the values, and entropy, for rows of a rollout."""
-    actions = action_distribution(env)
-    output, value = ActorCritic(args.agent_width, actions.outputs).apply(params, steps.obs)
-    log_ratio, target = actions.log_prob(output, steps.action) - steps.log_prob, advantage + steps.value
-    advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)
-    ratio, clipped = jnp.exp(log_ratio), jnp.clip(jnp.exp(log_ratio), 1 - args.clip, 1 + args.clip)
-    policy_loss = -jnp.mean(jnp.minimum(ratio * advantage, clipped * advantage))
-    value_loss, entropy = 0.5 * jnp.mean((value - target) ** 2), jnp.mean(actions.entropy(output))
-    loss = policy_loss + args.value_coef * value_loss - args.entropy_coef * entropy
-    return loss, dict(
-        policy_loss=policy_loss, value_loss=value_loss, entropy=entropy, value_mean=jnp.mean(value),
-        kl=jnp.mean(ratio - 1 - log_ratio), clipped=jnp.mean(ratio != clipped),
-    )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------ coverage and achievements
-@flax.struct.dataclass
-class Coverage:
-    visited: jax.Array  # (bins,) bool
-    outside: jax.Array  # () visits outside the grid
-
-
-def bin_index(env, obs):
-    """Flat index of the bin that each state (..., state_size) is in; one past the last bin if outside the grid."""
-    index = jnp.floor((obs[..., : env.position_size] - env.low) / BIN)
-    inside = jnp.all((index >= 0) & (index < np.array(env.grid)), axis=-1)
-    strides = np.cumprod((1, *env.grid[:0:-1]))[::-1]
-    return jnp.where(inside, jnp.sum(index.astype(jnp.int32) * strides, axis=-1), np.prod(env.grid))
-
-
-@flax.struct.dataclass
-class Episodes:
-    """The latest finished episodes, in a ring: number k is in row k % W."""
-
-    achievements: jax.Array  # (W, 22) bool
-    length: jax.Array  # (W,)
-    reward: jax.Array  # (W,) the game's
-    count: jax.Array  # () finished so far
-
-
-def no_episodes(args):
-    zero = lambda *size, dtype=jnp.int32: jnp.zeros((args.episode_window, *size), dtype)
-    return Episodes(zero(len(ACHIEVEMENTS), dtype=bool), zero(), zero(dtype=jnp.float32), jnp.int32(0))
-
-
-def insert_episodes(episodes, done, achievements, length, reward):
-    """Adds those of T x N steps that end an episode; if there are more than W of them, the last W."""
-    rank = jnp.cumsum(done.ravel())
-    keep = done.ravel() & (rank > rank[-1] - len(episodes.length))
-    row = jnp.where(keep, (episodes.count + rank - 1) % len(episodes.length), len(episodes.length))
-    put = lambda ring, x: ring.at[row].set(x.reshape(-1, *x.shape[2:]), mode="drop")
-    rings = episodes.achievements, episodes.length, episodes.reward
-    return Episodes(*map(put, rings, (achievements, length, reward)), episodes.count + rank[-1])
-
-
-def achievement_rates(episodes):
-    """(22,) fraction of the latest episodes that unlocked each; 0 before the first one ended."""
-    return jnp.sum(episodes.achievements, axis=0) / jnp.clip(episodes.count, 1, len(episodes.length))
-
-
-def crafter_score(rates):
-    return jnp.exp(jnp.mean(jnp.log(1 + 100 * rates))) - 1
-
-
-def episode_metrics(episodes):
-    rates, stored = achievement_rates(episodes), jnp.clip(episodes.count, 1, len(episodes.length))
-    return dict(zip(ACHIEVEMENTS, rates)) | dict(
-        achievements=jnp.sum(rates), crafter_score=crafter_score(rates), episodes=episodes.count,
-        episode_length=jnp.sum(episodes.length) / stored, episode_return=jnp.sum(episodes.reward) / stored,
-    )  # fmt: skip
-
-
-# ----------------------------------------------------------------------------------------------------- training
-@flax.struct.dataclass
-class TrainState:
-    key: jax.Array
-    iteration: jax.Array
-    env: EnvState  # (N, ...)
-    episode_step: jax.Array  # (N,)
-    success: Any  # Coverage or Episodes
-    memory: Any  # ETD's Memory
-    reward_moments: jax.Array  # (2,) running mean and variance
-    agent: Model
-    encoders: Model  # ETD's encoder, or C-TeC's {"phi", "psi", "log_tau"}
-
-
-def new_states(args, env, key):
-    """Start states, made 32 at a time: more worlds of Craftax need much memory, and a CPU is slower with more."""
-    return jax.lax.map(env.reset, jax.random.split(key, args.num_envs), batch_size=32)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def init_state(args, env):
-    """The whole state of a run: everything that a checkpoint holds."""
-    key, key_env, key_agent, key_phi, key_psi, key_age = jax.random.split(jax.random.PRNGKey(args.seed), 6)
-    actions, obs = action_distribution(env), jnp.zeros(env.state_size)
-    agent = ActorCritic(args.agent_width, actions.outputs).init(key_agent, obs)
-    if args.bonus == "etd":
-        encoders = MLP(args.encoder_width, args.representation_size + 1).init(key_phi, obs)
-    else:
-        phi = MLP(args.encoder_width, args.representation_size).init(key_phi, jnp.zeros(env.state_size + actions.size))
-        psi = MLP(args.encoder_width, args.representation_size).init(key_psi, obs)
-        encoders = {"phi": phi, "psi": psi, "log_tau": jnp.zeros(())}
-    # where nothing else ends an episode, they would all be cut off together: a rollout has steps of every age
-    age = jax.random.randint(key_age, (args.num_envs,), 0, args.episode_length if env.grid else 1)
-    return TrainState(
-        key=key, iteration=jnp.int32(0), env=new_states(args, env, key_env), episode_step=age,
-        success=Coverage(jnp.zeros(np.prod(env.grid), bool), jnp.int32(0)) if env.grid else no_episodes(args),
-        memory=new_memory(args, env) if args.bonus == "etd" else None, reward_moments=jnp.zeros(2),
-        agent=new_model(args, agent), encoders=new_model(args, encoders),
-    )  # fmt: skip
-
-
-def play_steps(args, env, state, key):
+def collect(args, env, state, key):
     """`num_steps` steps in every environment. The start states of new episodes are drawn once an iteration."""
     key_start, key_actions = jax.random.split(key)
-    starts, actions = new_states(args, env, key_start), action_distribution(env)
+    starts = init_env_states(args, env, key_start)
+    actions = action_distribution(env)
     policy = lambda obs: ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, obs)
 
     def step(carry, key):
-        now, age = carry
+        now, episode_step = carry
         output, value = policy(now.obs)
         action = actions.sample(key, output)
         with jax.default_matmul_precision("highest"):  # no TF32 in the physics
             after = jax.vmap(env.step)(now, actions.vector(action))
         terminated = after.terminated | ~jnp.all(jnp.isfinite(after.obs), axis=-1)  # physics that blew up ends too
-        truncated = (age + 1 >= args.episode_length) & ~terminated
+        truncated = (episode_step + 1 >= args.episode_length) & ~terminated
+        done = terminated | truncated
         final_value = jax.lax.cond(jnp.any(truncated), lambda: policy(after.obs)[1], lambda: jnp.zeros_like(value))
-        done, final_value = terminated | truncated, jnp.where(truncated, final_value, 0.0)
-        restart = lambda start, go_on: jnp.where(done.reshape(-1, *[1] * (go_on.ndim - 1)), start, go_on)
-        steps = Steps(now.obs, action, actions.log_prob(output, action), value, done, final_value)
-        seen = (bin_index(env, after.obs) if env.grid else age + 1), env.frame(after.physics)
-        return (jax.tree.map(restart, starts, after), jnp.where(done, 0, age + 1)), (steps, seen)
+        final_value = jnp.where(truncated, final_value, 0.0)
+        transition = Rollout(now.obs, action, actions.log_prob(output, action), value, done, final_value)
+        index = bin_index(env, after.obs) if env.grid_shape else None
+
+        def restart(start, x):
+            return jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start, x)
+
+        carry = (jax.tree.map(restart, starts, after), jnp.where(done, 0, episode_step + 1))
+        return carry, (transition, index, episode_step + 1, env.frame(after.physics))
 
     keys = jax.random.split(key_actions, args.num_steps)
-    (env_state, episode_step), (steps, seen) = jax.lax.scan(step, (state.env, state.episode_step), keys)
-    if env.grid:
-        bins, frames = seen
-        visited = state.success.visited.at[bins].set(True)  # a bin past the last one, outside the grid, is dropped ...
-        success = Coverage(visited, state.success.outside + jnp.sum(bins == len(visited)))  # ... and counted here
-    else:
-        (length, achievements), frames = seen, None
-        success = insert_episodes(state.success, steps.done, achievements, length, jnp.zeros(length.shape))
-    return state.replace(env=env_state, episode_step=episode_step, success=success), steps, frames
+    carry, (rollout, index, length, frames) = jax.lax.scan(step, (state.env, state.episode_step), keys)
+    if env.grid_shape:
+        success = mark_visited(state.success, index)
+    else:  # a frame of Craftax holds the achievements
+        success = insert_episodes(state.success, rollout.done, frames, length, jnp.zeros(length.shape))
+    env_state, episode_step = carry
+    return state.replace(env=env_state, episode_step=episode_step, success=success), rollout, frames
+
+
+# ---------------------------------------------------------------------------------------------------- training
+@flax.struct.dataclass
+class TrainState:
+    key: jax.Array
+    iteration: jax.Array
+    env: "EnvState"  # (N, ...)
+    episode_step: jax.Array  # (N,)
+    success: Any  # Coverage or Episodes
+    memory: Any  # ETD's Memory
+    reward_moments: jax.Array  # (2,) running mean and variance
+    agent: Model
+    model: Model  # ETD's encoder, or C-TeC's {"phi", "psi", "log_tau"}
 
 
 def standardize(args, moments, iteration, reward):
@@ -898,64 +580,566 @@ def standardize(args, moments, iteration, reward):
     return moments, (reward - moments[0]) / (jnp.sqrt(moments[1]) + 1e-8)
 
 
-def update(args, env, state, key, steps):
+def update(args, env, state, rollout, key):
     """Rewards from the encoders as they are, then `update_epochs` passes of encoders and agent over the rollout, in
     gradient steps of `batch_size` shuffled transitions (a last smaller batch is left out)."""
     key_reward, key_epochs = jax.random.split(key)
-    actions, states = action_distribution(env), jnp.concatenate([steps.obs, state.env.obs[None]])
-    action, encoders = actions.vector(steps.action), state.encoders.params
-    if args.bonus == "etd":
-        reward, memory = etd_reward(args, encoders, state.memory, states, steps.done)
-    else:
-        reward, memory = ctec_reward(args, encoders, key_reward, states, action, steps.done), None
+    actions = action_distribution(env)
+    states = jnp.concatenate([rollout.obs, state.env.obs[None]])  # (T+1, N, state_size)
+    action = actions.vector(rollout.action)
+
+    # intrinsic rewards and their advantages
+    inputs = (key_reward, states, action, rollout.done, state.memory)
+    reward, memory = intrinsic_reward(state.model.params, args, *inputs)
     moments, scaled = standardize(args, state.reward_moments, state.iteration, reward)
+    scaled = scaled + args.gamma * rollout.final_value  # a truncated episode would have gone on
     last_value = ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, states[-1])[1]
-    scaled = scaled + args.gamma * steps.final_value  # an episode that was cut off would have gone on
-    advantage = gae(args, scaled, steps.value, steps.done, last_value)
-    loss = etd_loss if args.bonus == "etd" else ctec_loss
-    left, flat = steps_left(steps.done), lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...)
-    rows = jax.tree.map(flat, (steps.replace(obs=None), advantage))
+    advantage = gae(args, scaled, rollout.value, rollout.done, last_value)
+
+    # gradient steps of encoders and agent
+    flat = lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...)
+    left = steps_left(rollout.done)
+    steps = jax.tree.map(flat, (rollout.replace(obs=None), advantage))  # obs are the first rows of flat(states)
+    optimizer = clipped_adam(args, args.learning_rate)
 
     def epoch(models, key):
         key_future, key_order = jax.random.split(key)
-        future = flat(sample_futures(key_future, args, left) * left.shape[1] + jnp.arange(left.shape[1]))
+        future = flat(future_times(key_future, args, left) * args.num_envs + jnp.arange(args.num_envs))
         order = jax.random.permutation(key_order, left.size)[: left.size // args.batch_size * args.batch_size]
 
-        def step(models, at):
-            agent, encoders = models
-            (batch, advantage), obs = jax.tree.map(lambda x: x[at], rows), flat(states)[at]
-            pairs = obs, flat(action)[at], flat(states)[future[at]], (flat(left)[at] > 0).astype(jnp.float32)
-            encoders, metrics = clipped_update(loss, encoders, args, args.learning_rate, *pairs)
-            inputs = args.learning_rate, env, batch.replace(obs=obs), advantage
-            agent, ppo_metrics = clipped_update(ppo_rows_loss, agent, args, *inputs)
-            return (agent, encoders), metrics | ppo_metrics
+        def step(models, rows):
+            agent, model = models
+            obs = flat(states)[rows]
+            anchor = obs if args.bonus == "etd" else jnp.concatenate([obs, flat(action)[rows]], axis=-1)
+            has_future = (flat(left)[rows] > 0).astype(jnp.float32)
+            pairs = Pairs(anchor, flat(states)[future[rows]], has_future)
+            model, metrics = gradient_update(contrastive_loss, model, optimizer, args, pairs)
+            batch, batch_advantage = jax.tree.map(lambda x: x[rows], steps)
+            inputs = (env, batch.replace(obs=obs), batch_advantage)
+            agent, ppo_metrics = gradient_update(ppo_rows_loss, agent, optimizer, args, *inputs)
+            return (agent, model), metrics | ppo_metrics
 
         return jax.lax.scan(step, models, order.reshape(-1, args.batch_size))
 
     keys = jax.random.split(key_epochs, args.update_epochs)
-    (agent, encoders), metrics = jax.lax.scan(epoch, (state.agent, state.encoders), keys)
+    (agent, model), metrics = jax.lax.scan(epoch, (state.agent, state.model), keys)
     metrics = jax.tree.map(jnp.mean, metrics) | {"reward_mean": jnp.mean(reward), "reward_std": jnp.std(reward)}
     metrics |= {"memory_overflow": memory.overflow} if memory else {}
-    return state.replace(memory=memory, reward_moments=moments, agent=agent, encoders=encoders), metrics
+    return state.replace(memory=memory, reward_moments=moments, agent=agent, model=model), metrics
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def train_iteration(args, env, state):
-    """Play, then learn: all on the device, compiled once in a run."""
-    key, key_play, key_update = jax.random.split(state.key, 3)
-    state, steps, frames = play_steps(args, env, state.replace(key=key, iteration=state.iteration + 1), key_play)
-    state, metrics = update(args, env, state, key_update, steps)
-    metrics["parameter_norm"] = optax.global_norm((state.encoders.params, state.agent.params))
-    if env.grid:
-        return state, metrics | {"coverage": jnp.sum(state.success.visited), "outside": state.success.outside}, frames
-    return state, metrics | episode_metrics(state.success), frames
+    """Collect, then learn: all on the device, compiled once in a run."""
+    key, key_collect, key_update = jax.random.split(state.key, 3)
+    state = state.replace(key=key, iteration=state.iteration + 1)
+
+    # play `num_steps` steps in every environment
+    state, rollout, frames = collect(args, env, state, key_collect)
+
+    # learn from the rollout
+    state, metrics = update(args, env, state, rollout, key_update)
+    metrics["parameter_norm"] = optax.global_norm((state.model.params, state.agent.params))
+    metrics |= coverage_metrics(state.success) if env.grid_shape else episode_metrics(state.success)
+    return state, metrics, frames if env.grid_shape else None
 
 
-# ------------------------------------------------------------------------------- logging, pictures, checkpoint
+# ----------------------------------------------------------------------------------------------- initial state
+def init_env_states(args, env, key):
+    """Start states, made 32 at a time: more worlds of Craftax need much memory, and a CPU is slower with more."""
+    return jax.lax.map(env.reset, jax.random.split(key, args.num_envs), batch_size=32)
+
+
+def init_memory(args, env):
+    size = args.representation_size if args.memory == "embeddings" else env.state_size
+    states = jnp.zeros((args.num_envs, args.memory_size, size))
+    return Memory(states, jnp.zeros(args.num_envs, jnp.int32), jnp.int32(0))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def init_state(args, env):
+    """The whole state of a run: everything that a checkpoint holds."""
+    key, key_env, key_agent, key_phi, key_psi, key_step = jax.random.split(jax.random.PRNGKey(args.seed), 6)
+    actions = action_distribution(env)
+    obs = jnp.zeros(env.state_size)
+    agent = ActorCritic(args.agent_width, actions.outputs).init(key_agent, obs)
+    if args.bonus == "etd":
+        params = MLP(args.encoder_width, args.representation_size + 1).init(key_phi, obs)
+    else:
+        encoder = MLP(args.encoder_width, args.representation_size)
+        phi = encoder.init(key_phi, jnp.zeros(env.state_size + actions.size))
+        params = {"phi": phi, "psi": encoder.init(key_psi, obs), "log_tau": jnp.zeros(())}
+    # stagger the first episodes: where only the clock ends them, a rollout then has steps of every age
+    episode_step = jax.random.randint(key_step, (args.num_envs,), 0, args.episode_length if env.grid_shape else 1)
+    optimizer = clipped_adam(args, args.learning_rate)
+    return TrainState(
+        key=key,
+        iteration=jnp.int32(0),
+        env=init_env_states(args, env, key_env),
+        episode_step=episode_step,
+        success=init_coverage(env) if env.grid_shape else init_episodes(args),
+        memory=init_memory(args, env) if args.bonus == "etd" else None,
+        reward_moments=jnp.zeros(2),
+        agent=init_model(optimizer, agent),
+        model=init_model(optimizer, params),
+    )
+
+
+# ==================================================================================================== appendix
+# What a reader of the method does not need: coverage and achievements, environments, the run's folder, pictures, main.
+
+
+# ----------------------------------------------------------------------------------- coverage and achievements
+BIN = 0.5  # metres; coverage is the number of bins of this size that were visited
+
+
+@flax.struct.dataclass
+class Coverage:
+    visited: jax.Array  # (bins,) bool
+    outside: jax.Array  # () visits outside the grid
+
+
+def init_coverage(env):
+    return Coverage(jnp.zeros(np.prod(env.grid_shape), bool), jnp.int32(0))
+
+
+def bin_index(env, obs):
+    """Flat index of the bin that each state (..., state_size) is in; one past the last bin if outside the grid."""
+    index = jnp.floor((obs[..., : env.position_size] - env.low) / BIN)
+    inside = jnp.all((index >= 0) & (index < np.array(env.grid_shape)), axis=-1)
+    strides = np.cumprod((1, *env.grid_shape[:0:-1]))[::-1]
+    return jnp.where(inside, jnp.sum(index.astype(jnp.int32) * strides, axis=-1), np.prod(env.grid_shape))
+
+
+def mark_visited(coverage, index):
+    """The index one past the last bin, outside the grid, is dropped from the bins and counted."""
+    visited = coverage.visited.at[index].set(True)
+    return Coverage(visited, coverage.outside + jnp.sum(index == len(visited)))
+
+
+def coverage_metrics(coverage):
+    return {"coverage": jnp.sum(coverage.visited), "outside": coverage.outside}
+
+
+ACHIEVEMENTS = """collect_wood place_table eat_cow collect_sapling collect_drink make_wood_pickaxe make_wood_sword
+    place_plant defeat_zombie collect_stone place_stone eat_plant defeat_skeleton make_stone_pickaxe make_stone_sword
+    wake_up place_furnace collect_coal collect_iron collect_diamond make_iron_pickaxe make_iron_sword""".split()
+
+
+@flax.struct.dataclass
+class Episodes:
+    """The latest finished episodes, in a ring buffer: number k is in row k % W."""
+
+    achievements: jax.Array  # (W, 22) bool
+    length: jax.Array  # (W,)
+    reward: jax.Array  # (W,) the game's
+    count: jax.Array  # () finished so far
+
+
+def init_episodes(args):
+    return Episodes(
+        achievements=jnp.zeros((args.episode_window, len(ACHIEVEMENTS)), bool),
+        length=jnp.zeros(args.episode_window, jnp.int32),
+        reward=jnp.zeros(args.episode_window),
+        count=jnp.int32(0),
+    )
+
+
+def insert_episodes(episodes, done, achievements, length, reward):
+    """Add those of T x N steps that end an episode; if there are more than W of them, the last W."""
+    window = len(episodes.length)
+    rank = jnp.cumsum(done.ravel())  # 1, 2, ... at the steps that end an episode
+    keep = done.ravel() & (rank > rank[-1] - window)
+    row = jnp.where(keep, (episodes.count + rank - 1) % window, window)  # row W is dropped
+    put = lambda ring, x: ring.at[row].set(x.reshape(-1, *x.shape[2:]), mode="drop")
+    return Episodes(
+        achievements=put(episodes.achievements, achievements),
+        length=put(episodes.length, length),
+        reward=put(episodes.reward, reward),
+        count=episodes.count + rank[-1],
+    )
+
+
+def achievement_rates(episodes):
+    """(22,) fraction of the latest episodes that unlocked each achievement; 0 before the first episode ended."""
+    return jnp.sum(episodes.achievements, axis=0) / jnp.clip(episodes.count, 1, len(episodes.length))
+
+
+def crafter_score(rates):
+    return jnp.exp(jnp.mean(jnp.log(1 + 100 * rates))) - 1
+
+
+def episode_metrics(episodes):
+    rates = achievement_rates(episodes)
+    stored = jnp.clip(episodes.count, 1, len(episodes.length))
+    return dict(zip(ACHIEVEMENTS, rates)) | {
+        "achievements": jnp.sum(rates),
+        "crafter_score": crafter_score(rates),
+        "episodes": episodes.count,
+        "episode_length": jnp.sum(episodes.length) / stored,
+        "episode_return": jnp.sum(episodes.reward) / stored,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ environments
+MAZES = {  # 1 wall, r start, 0 free; row i and column j stand at x = i * cell, y = j * cell
+    "u": "11111 1r001 11101 10001 11111",
+    "large": "11111111 1r011001 10010001 11000111 10010001 10100101 10001001 11111111",
+    "hardest": "111111111111 1r0001000001 101101010101 100000010001 101111011101 100101000001 110101010111 "
+               "100100010001 111111111111",
+}  # fmt: skip
+
+
+@flax.struct.dataclass
+class EnvState:
+    physics: Any  # the point's (x, y, vx, vy), or a Brax pipeline state
+    obs: jax.Array  # (state_size,) what the policy and the encoders see; the first position_size are the position
+    terminated: jax.Array  # () bool: unhealthy
+
+
+class Maze:
+    """What all mazes share: cells, the bounds of the coverage grid, outlines for the pictures."""
+
+    def __init__(self, maze):
+        cells = np.array([list(row) for row in MAZES[maze].split()])
+        half = self.cell / 2
+        self.is_wall = cells == "1"
+        self.start = np.argwhere(cells == "r")[0] * self.cell
+        self.walls = np.argwhere(cells == "1") * self.cell  # (walls, 2) centres
+        self.free = np.argwhere(cells == "0") * self.cell
+        self.low = np.array([-half, -half, 0.0])[: self.position_size]
+        self.high = np.array([*(np.array(cells.shape) - 0.5) * self.cell, 2.5])[: self.position_size]
+        self.grid_shape = tuple(np.round((self.high - self.low) / BIN).astype(int))  # bins along each axis
+        self.outlines = [(x - half, y - half, self.cell, self.cell) for x, y in self.walls]
+        bins_per_cell = round(self.cell / BIN) ** 2
+        self.free_bins = (len(self.free) + 1) * bins_per_cell if self.position_size == 2 else None  # unknown in 3-D
+
+
+class PointMaze(Maze):
+    """A disc that is pushed around, in closed form: over a million steps a second on one core."""
+
+    state_size = 4
+    action_size = 2
+    position_size = 2
+    cell = 4.0
+    radius = 0.4
+
+    def reset(self, key):
+        position = self.start + jax.random.uniform(key, (2,), minval=-0.1, maxval=0.1)
+        physics = jnp.concatenate([position, jnp.zeros(2)])
+        return EnvState(physics, physics, jnp.zeros((), bool))
+
+    def blocked(self, p):
+        """Does the disc at p overlap a wall? It reaches no further than the cells under its square's corners."""
+        corners = p + self.radius * np.array([(-1, -1), (-1, 1), (1, -1), (1, 1)], np.float32)
+        cells = jnp.round(corners / self.cell).astype(jnp.int32)  # (4, 2)
+        nearest = jnp.clip(p, (cells - 0.5) * self.cell, (cells + 0.5) * self.cell)
+        touches = jnp.sum((p - nearest) ** 2, axis=-1) < self.radius**2
+        return jnp.any(touches & jnp.asarray(self.is_wall)[cells[:, 0], cells[:, 1]])
+
+    def step(self, state, action):
+        p = state.physics[:2]
+        v = 0.9 * state.physics[2:] + 0.05 * jnp.clip(action, -1.0, 1.0)
+        for axis in np.eye(2, dtype=np.float32):  # a wall stops the component of v that meets it
+            v = jnp.where(self.blocked(p + v * axis), v * (1 - axis), v)
+            p = p + v * axis
+        physics = jnp.concatenate([p, v])
+        return EnvState(physics, physics, jnp.zeros((), bool))
+
+    def frame(self, physics):
+        return physics[:16, :2]  # the positions of 16 points, for the picture of the last steps
+
+
+class BraxMaze(Maze):
+    """A robot that comes with Brax, among wall boxes of half a cell's height."""
+
+    def __init__(self, maze):
+        super().__init__(maze)
+        spec = mujoco.MjSpec.from_file(str(Path(brax.__file__).parent / "envs/assets" / self.xml))
+        spec.option.timestep = self.timestep
+        self.edit(spec)
+        half = self.cell / 2
+        for x, y in self.walls:
+            box = {"type": mujoco.mjtGeom.mjGEOM_BOX, "pos": (x, y, half / 2), "size": (half, half, half / 2)}
+            spec.worldbody.add_geom(contype=1, conaffinity=1, **box)
+        spec.compile()
+        # MJX's broad phase: only the nearest pairs of each kind (by bounding spheres) are collided, only the deepest
+        # points are kept. The two numbers must come first: MJX 3.17 looks for the i-th one at numeric_data[i].
+        broad_phase = "".join(f'<numeric name="max_{k}" data="{v}"/>' for k, v in self.broad_phase.items())
+        self.sys = mjcf.loads(spec.to_xml().replace("<custom>", "<custom>" + broad_phase, 1))  # fuses jointless bodies
+        self.action_size = self.sys.act_size()
+
+    def from_q(self, q, qd):
+        return self.state(brax.spring.pipeline.init(self.sys, q, qd), jnp.zeros(self.action_size))
+
+    def step(self, state, action):
+        control = action * self.action_scale
+        substep = lambda _, physics: brax.spring.pipeline.step(self.sys, physics, control)
+        return self.state(jax.lax.fori_loop(0, 10, substep, state.physics), control)
+
+    def state(self, physics, control):
+        z = physics.x.pos[0, 2]
+        low, high = self.healthy
+        return EnvState(physics, self.observe(physics, control), (z < low) | (z > high))
+
+    def frame(self, physics):
+        return jax.tree.map(lambda x: x[0], physics.x)  # the links of the first environment, for the viewer
+
+
+class AntMaze(BraxMaze):
+    xml = "ant.xml"
+    state_size = 29
+    position_size = 2
+    cell = 4.0
+    timestep = 0.005
+    healthy = (0.2, 1.0)
+    action_scale = 1.0
+    broad_phase = {"geom_pairs": 8, "contact_points": 12}
+
+    def edit(self, spec):
+        for geom in spec.geoms:  # these collide with the walls
+            if geom.name.startswith(("torso", "aux")) or "foot" in geom.name:
+                geom.conaffinity = 1
+
+    def reset(self, key):
+        key_q, key_qd = jax.random.split(key)
+        q = self.sys.init_q + jax.random.uniform(key_q, (15,), minval=-0.1, maxval=0.1)
+        return self.from_q(q.at[:2].set(self.start), 0.1 * jax.random.normal(key_qd, (14,)))
+
+    def observe(self, physics, control):
+        return jnp.concatenate([physics.q, physics.qd])
+
+
+class HumanoidMaze(BraxMaze):
+    xml = "humanoid.xml"
+    state_size = 268
+    position_size = 3
+    cell = 2.0
+    timestep = 0.0015
+    healthy = (1.0, 2.0)
+    action_scale = 0.4
+    broad_phase = {"geom_pairs": 20, "contact_points": 12}
+
+    def edit(self, spec):
+        for geom in spec.geoms:  # every geom collides with floor and walls, none with another of the robot
+            geom.contype = int(geom.name != "floor")
+        for motor, gear in zip(spec.actuators, [350] * 11 + [100] * 6):
+            motor.gear[0] = gear
+        # the goal of the maze task, which nobody is told to reach: its position and velocity are part of the state
+        target = spec.worldbody.add_body(name="target", pos=(0, 0, 1.25))
+        for axis in ((1, 0, 0), (0, 1, 0)):
+            target.add_joint(type=mujoco.mjtJoint.mjJNT_SLIDE, axis=axis, limited=0)
+        target.add_geom(type=mujoco.mjtGeom.mjGEOM_SPHERE, size=(0.5, 0, 0), mass=1, contype=0, conaffinity=0)
+
+    def reset(self, key):
+        target = jax.random.choice(key, jnp.asarray(self.free, jnp.float32))
+        return self.from_q(self.sys.init_q.at[:2].set(self.start).at[-2:].set(target), jnp.zeros(self.sys.qd_size()))
+
+    def observe(self, physics, control):
+        x = physics.x
+        # the spring backend works with unit inertias (spring_inertia_scale 1 in humanoid.xml)
+        inertia = self.sys.link.inertia
+        inertia = inertia.replace(i=jnp.broadcast_to(jnp.eye(3), inertia.i.shape))
+        mass = inertia.mass[:, None]
+        x_i = x.vmap().do(inertia.transform)  # centres of mass of the links
+        com = jnp.sum(mass * x_i.pos, axis=0) / jnp.sum(mass)
+        about_com = x_i.replace(pos=x_i.pos - com).vmap().do(inertia).i.reshape(-1, 9)
+        velocity = base.Transform.create(pos=x_i.pos - x.pos).vmap().do(physics.xd)
+        velocities = jnp.hstack([velocity.vel * mass / jnp.sum(mass), velocity.ang])
+        torque = actuator.to_tau(self.sys, control, physics.q, physics.qd)
+        inertias = jnp.hstack([about_com, mass])
+        return jnp.concatenate([physics.q, physics.qd, inertias.ravel(), velocities.ravel(), torque])
+
+
+PANDA = np.array("""
+    0      0    .333  0 4.970684 .003875 .002081 -.04762 .70337 .70661 .009117 -.000139 .006772 .019169 -2.8973 2.8973
+    0      0    0    -1 .646926 -.003141 -.02872 .003495 .007962 .02811 .025995 -.003925 .010254 .000704 -1.7628 1.7628
+    0     -.316 0  1 3.228604 .027518 .039252 -.066502 .037242 .036155 .01083 -.004761 -.011396 -.012805 -2.8973 2.8973
+    .0825  0    0  1 3.587895 -.05317 .104419 .027454 .025853 .019552 .028323 .007796 -.001332 .008641 -3.0718 -.0698
+   -.0825  .384 0 -1 1.225946 -.011953 .041065 -.038437 .035549 .029474 .008627 -.002117 -.004037 .000229 -2.8973 2.8973
+    0      0    0  1 1.666555 .060149 -.014117 -.010517 .001964 .004354 .005433 .000109 -.001158 .000341 -.0175 3.7525
+    .088   0    0  1 .735522 .010517 -.004252 .061597 .012516 .010027 .004815 -.000428 -.001196 -.000741 -2.8973 2.8973
+""".split(), float).reshape(7, 16)  # fmt: skip
+# links 1-7: position in the parent (3), quarter turns about x, mass, centre of mass (3), inertia xx, yy, zz, xy, xz,
+# yz, and the joint's range
+
+
+class ArmBinpick:
+    """A Franka Panda, and a cube in the blue one of two bins. Primitive geoms, which collide in listed pairs only."""
+
+    state_size = 18
+    action_size = 5
+    position_size = 3
+    free_bins = None  # unknown in 3-D
+    start = np.array([-0.3, 0.6])
+    low = np.array([-8.0, -8.0, -1.0])
+    high = np.array([8.0, 8.0, 4.0])
+    grid_shape = (32, 32, 10)
+    default_q = np.array([1.571, 0.742, 0, -1.571, 0, 3.054, 1.449, 0.04, 0.04])
+    sides = np.array([(-195, -195, 390, 10), (-195, 185, 390, 10), (185, -185, 10, 370), (-195, -185, 10, 370)]) / 1000
+    outlines = [*(sides + (-0.3, 0.6, 0, 0)), *(sides + (0.3, 0.6, 0, 0))]  # of the blue and the red bin
+
+    def __init__(self):
+        text = lambda numbers: " ".join(map(str, numbers))
+        bins = "".join(f"""<geom name="bin{i}" type="box" pos="{x + width / 2} {y + depth / 2} .033"
+            size="{width / 2} {depth / 2} .033"/>"""
+            for i, (x, y, width, depth) in enumerate(self.outlines))  # fmt: skip
+        links = "".join(f"""<body pos="{text(row[:3])}" quat="1 {row[3]} 0 0">
+            <inertial mass="{row[4]}" pos="{text(row[5:8])}" fullinertia="{text(row[8:14])}"/>
+            <joint name="joint{i}" axis="0 0 1" range="{text(row[14:])}"/>"""
+            for i, row in enumerate(PANDA))  # fmt: skip
+        # the hand is rigid on link 7, turned by 45 degrees; its mass is not counted, as in the recordings
+        c = np.cos(np.pi / 8)
+        s = np.sin(np.pi / 8)
+        fingers = "".join(f"""<body pos="0 0 .1654" quat="{quat}">
+            <inertial mass=".015" pos="0 0 0" diaginertia="2.375e-6 2.375e-6 7.5e-7"/>
+            <joint name="joint{i}" type="slide" axis="0 1 0" range="0 .05" damping="5" armature=".1"/>
+            <geom name="finger{i}" type="box" size=".015 .005 .04" pos="0 .0055 .035"/>
+            </body>"""
+            for i, quat in ((7, f"{c} 0 0 {-s}"), (8, f"{s} 0 0 {c}")))  # fmt: skip
+        gains = [(4500, 4500, 87)] * 2 + [(2000, 3500, 87)] * 2 + [(1000, 2000, 12)] * 3 + [(0.09804, 500, 500)] * 2
+        motors = "".join(f"""<general joint="joint{i}" gainprm="{gain}" biastype="affine" forcerange="{-limit} {limit}"
+            biasprm="0 {-stiffness} {-stiffness / 10}" ctrlrange="{text([*PANDA[:, 14:], (0, 255), (0, 255)][i])}"/>"""
+            for i, (gain, stiffness, limit) in enumerate(gains))  # fmt: skip
+        fixed = ["table", *(f"bin{i}" for i in range(8))]
+        pairs = [(name, other) for name in ("hand", "finger7", "finger8", "cube") for other in fixed]
+        pairs += [("hand", "cube"), ("finger7", "finger8"), ("finger7", "cube"), ("finger8", "cube")]
+        self.sys = mjcf.load_model(mujoco.MjModel.from_xml_string(f"""<mujoco><compiler angle="radian"/>
+            <option timestep=".002" iterations="6" ls_iterations="12" integrator="implicitfast" impratio="10"/>
+            <custom><numeric name="max_geom_pairs" data="10"/><numeric name="max_contact_points" data="24"/></custom>
+            <default><geom contype="0" conaffinity="0"/></default>
+            <worldbody>
+                <body pos="-.3 .6 .07"><freejoint/><geom name="cube" type="box" size=".03 .03 .03"/></body>
+                <geom name="table" type="plane" pos="0 .2 0" size="2.8 2.4 .1"/> {bins} {links}
+                <geom name="hand" type="capsule" size=".04 .06" pos="0 0 .142" quat="{c} {c} {-s} {-s}"/>
+                {fingers} {"</body>" * len(PANDA)}
+            </worldbody>
+            <contact>{"".join(f'<pair geom1="{a}" geom2="{b}"/>' for a, b in pairs)}</contact>
+            <equality><joint joint1="joint7" joint2="joint8" solref=".005 1" solimp=".95 .99 .001 .5 2"/></equality>
+            <actuator>{motors}</actuator></mujoco>"""))  # fmt: skip
+
+    def forward(self, data):
+        """mjx.forward with our own kinematics: XLA on a CPU would compute each link's pose again for everything that
+        hangs on it, which takes 30 times longer than all the rest. The barriers forbid that."""
+        model = self.sys
+        rotate = brax.math.rotate
+        multiply = brax.math.quat_mul
+        matrix = brax.math.quat_to_3x3
+        cube = data.qpos[3:7] / jnp.linalg.norm(data.qpos[3:7])
+        positions = [jnp.zeros(3), data.qpos[:3]]  # world, cube
+        rotations = [jnp.array([1.0, 0.0, 0.0, 0.0]), cube]
+        for i, parent in enumerate(model.body_parentid[2:], 2):  # seven hinges about z, two slides along y
+            x = positions[parent] + rotate(model.body_pos[i], rotations[parent])
+            turn = multiply(rotations[parent], model.body_quat[i])
+            q = data.qpos[i + 5]
+            if i < 9:
+                turn = multiply(turn, jnp.stack([jnp.cos(q / 2), 0.0, 0.0, jnp.sin(q / 2)]))
+            else:
+                x = x + q * rotate(jnp.array([0.0, 1.0, 0.0]), turn)
+            x, turn = jax.lax.optimization_barrier((x, turn))
+            positions.append(x)
+            rotations.append(turn)
+        xpos = jnp.stack(positions)
+        xquat = jnp.stack(rotations)
+        xmat = jax.vmap(matrix)(xquat)
+
+        @jax.vmap
+        def place(x, turn, local_x, local_turn):
+            return x + rotate(local_x, turn), matrix(multiply(turn, local_turn))
+
+        xipos, ximat = place(xpos, xquat, model.body_ipos, model.body_iquat)
+        geom = model.geom_bodyid
+        geom_xpos, geom_xmat = place(xpos[geom], xquat[geom], model.geom_pos, model.geom_quat)
+        xaxis = jnp.concatenate([jnp.array([[0.0, 0.0, 1.0]]), xmat[2:9, :, 2], xmat[9:, :, 1]])
+        data = data.replace(qpos=data.qpos.at[3:7].set(cube), xpos=xpos, xquat=xquat, xmat=xmat, xanchor=xpos[1:])
+        data = data.replace(xaxis=xaxis, xipos=xipos, ximat=ximat, geom_xpos=geom_xpos, geom_xmat=geom_xmat)
+        for stage in (mjx.com_pos, mjx.crb, mjx.factor_m, mjx.collision, mjx.make_constraint, mjx.transmission,
+                      mjx.fwd_velocity, mjx.fwd_actuation, mjx.fwd_acceleration, mjx.solve):  # fmt: skip
+            data = stage(model, data)
+        return data
+
+    def from_q(self, q, qd):
+        return self.state(self.forward(mjx.make_data(self.sys).replace(qpos=q, qvel=qd)))
+
+    def reset(self, key):
+        cube = self.start + jax.random.uniform(key, (2,), minval=-0.15, maxval=0.15)
+        return self.from_q(jnp.concatenate([cube, jnp.array([0.07, 1, 0, 0, 0, *self.default_q])]), jnp.zeros(15))
+
+    def step(self, state, action):
+        """Targets of joints 1, 2, 4, 6, from [-1, 1] to their ranges; a positive last action closes the gripper."""
+        low = np.array([0.3491, 0, -3.0718, 2.3562])
+        high = np.array([2.7925, 1.48353, -0.0698, 3.7525])
+        j1, j2, j4, j6 = low + (action[:4] + 1) / 2 * (high - low)
+        grip = jnp.where(action[4] > 0, 0.0, 255.0)
+        data = state.physics.replace(ctrl=jnp.stack([j1, j2, 0.0, j4, 0.0, j6, 1.4487, grip, grip]))
+        return self.state(jax.lax.fori_loop(0, 25, lambda _, data: mjx.implicit(self.sys, self.forward(data)), data))
+
+    def state(self, data):
+        hand = 8  # bodies
+        left = 9
+        right = 10
+        offset = data.xpos[hand] - data.subtree_com[2]
+        velocity = data.cvel[hand, 3:] + jnp.cross(data.cvel[hand, :3], offset)
+        finger_distance = jnp.linalg.norm(data.xpos[left] - data.xpos[right])
+        gripper_force = 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19
+        gripper = jnp.stack([finger_distance, gripper_force])
+        obs = jnp.concatenate([data.qpos[:3], data.qpos[7:14], data.xpos[hand], velocity, gripper])
+        return EnvState(data, obs, jnp.zeros((), bool))
+
+    def frame(self, data):
+        return base.Transform(pos=data.xpos[0, 1:], rot=data.xquat[0, 1:])  # the bodies of the first environment
+
+
+class Craftax:
+    """Craftax-Classic-Symbolic-v1 with the interface of the others: its state has the key of its next step, and an
+    action is a vector whose largest number counts."""
+
+    state_size = 1345
+    num_actions = 17
+    grid_shape = None  # no coverage
+
+    def __init__(self):
+        from craftax.craftax_env import make_craftax_env_from_name  # here, because it starts the device
+
+        self.game = make_craftax_env_from_name("Craftax-Classic-Symbolic-v1", auto_reset=False)
+        self.params = self.game.default_params.replace(max_timesteps=10**9)  # `episode_length` truncates, as everywhere
+
+    def reset(self, key):
+        key, key_reset = jax.random.split(key)
+        obs, world = self.game.reset_env(key_reset, self.params)
+        # Craftax starts from Python numbers: without their types, train_iteration would be compiled twice
+        world, obs = jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), (world, obs))
+        return EnvState((world, key), obs, jnp.zeros((), bool))
+
+    def step(self, state, action):
+        world, key = state.physics
+        key, key_step = jax.random.split(key)
+        obs, world, _, done, _ = self.game.step_env(key_step, world, jnp.argmax(action), self.params)
+        return EnvState((world, key), obs, done)
+
+    def frame(self, physics):
+        world, _ = physics
+        return world.achievements
+
+
+@functools.cache
+def make_env(name):
+    robot, maze = name.split("_")[:2]
+    mazes = {"point": PointMaze, "ant": AntMaze, "humanoid": HumanoidMaze}
+    return ArmBinpick() if robot == "arm" else mazes[robot](maze)
+
+
+@functools.cache
+def make_any_env(name):
+    return Craftax() if name == "craftax_classic" else make_env(name)
+
+
+# ----------------------------------------------------------------------------------- run folder and checkpoint
 METRICS = """iteration steps seconds steps_per_second coverage outside achievements crafter_score episodes
     episode_length reward_mean reward_std memory_overflow contrastive_loss accuracy logits_positive logits_negative
     tau phi_variance psi_variance policy_loss value_loss value_mean entropy kl clipped
-    parameter_norm""".split() + ACHIEVEMENTS
+    parameter_norm""".split()  # the columns of metrics.csv
+METRICS += ACHIEVEMENTS
 
 
 def fail(message, code=2):
@@ -964,8 +1148,11 @@ def fail(message, code=2):
 
 
 def clock(seconds):
-    unit, name = (1, "s") if seconds < 90 else (60, "min") if seconds < 5400 else (3600, "h")
-    return f"{seconds / unit:,.{int(unit > 1)}f} {name}"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:,.1f} h"
 
 
 def write_atomically(path, write):
@@ -981,113 +1168,197 @@ def write_atomically(path, write):
         temporary.unlink(missing_ok=True)
 
 
+def leaf_name(path):
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def save_checkpoint(path, state):
-    leaves = {jax.tree_util.keystr(name): np.asarray(x) for name, x in jax.tree_util.tree_leaves_with_path(state)}
-    write_atomically(path, lambda file: file.write(flax.serialization.msgpack_serialize(leaves)))
+    """Every array of the state under its name. np.savez fetches and writes them one after the other."""
+    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(state)}
+    write_atomically(path, lambda file: np.savez(file, **leaves))
 
 
 def load_checkpoint(path, template):
-    """The state in path, which must have the structure and the shapes of template."""
+    """The state in path, whose arrays must have the names, shapes and dtypes of template."""
+
+    def restore(name, expected):
+        array = file[leaf_name(name)]
+        if (array.shape, array.dtype) != (expected.shape, expected.dtype):
+            found = f"{array.dtype}{list(array.shape)}, not {expected.dtype}{list(expected.shape)}"
+            raise ValueError(f"{leaf_name(name)} is {found}")
+        return jnp.array(array)
+
     try:
-        leaves = flax.serialization.msgpack_restore(path.read_bytes())
-        restore = lambda name, x: jnp.asarray(leaves[jax.tree_util.keystr(name)], x.dtype).reshape(x.shape)
-        return jax.tree_util.tree_map_with_path(restore, template)
-    except Exception as error:  # no file, half a file, a file that does not fit: each has its own
-        fail(f"{path} is no checkpoint of this run ({error!r}): put a copy in its place, or start without --resume")
+        with np.load(path, allow_pickle=False) as file:
+            return jax.tree_util.tree_map_with_path(restore, template)
+    except Exception as error:  # missing, truncated and mismatched files raise different exceptions
+        fail(f"{path} is no checkpoint of this run ({error}): put a copy in its place, or start without --resume")
 
 
-def start_run(args, init, buffer, flops):
-    """The run's folder, its state (from init() or the checkpoint), and the seconds it took so far. The flops are those
-    of an iteration; buffer says what takes the memory."""
-    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, state, iteration, rows = Path(args.resume or f"{args.run_dir}/{name}"), None, 0, []
+def read_metrics(path, iteration):
+    """The rows of metrics.csv up to an iteration, as dictionaries."""
+    try:
+        with open(path, newline="") as file:
+            reader = csv.DictReader(file)
+            rows = [row for row in reader if None not in row.values()]  # a kill may have cut the last one
+    except (OSError, csv.Error) as error:
+        fail(f"{path}: {error}; it belongs to the checkpoint beside it")
+    if reader.fieldnames != METRICS:
+        fail(f"{path} is of another version of this script")
+    return [row for row in rows if int(row["iteration"]) <= iteration]
+
+
+def write_metrics(path, rows):
+    text = io.StringIO()
+    writer = csv.DictWriter(text, METRICS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+
+
+def nbytes(tree):
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def check_memory(args, template):
+    """One line and exit code 2, before anything is allocated, if the state of the run does not fit the device."""
+    device = jax.devices()[0]
+    limits = device.memory_stats() or {}  # a CPU has none
+    there = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if nbytes(template) > there:
+        needed = f"the state of the run needs {nbytes(template) / 1e9:,.1f} GB"
+        fail(f"--num-envs {args.num_envs}: {needed}, the device ({device.platform}) has {there / 1e9:,.1f} GB")
+
+
+def start_run(args, init, template, buffers):
+    """Make the run's folder, or open the one to resume. Returns it, the state (init(), or the checkpoint's) and the
+    seconds spent so far. template has the state's shapes; buffers says in words what takes the memory."""
+    check_memory(args, template)
+    state = None
+    rows = []
     if args.resume:
-        state = load_checkpoint(folder / "checkpoint.msgpack", jax.eval_shape(init))
-        header, *rows = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
-        if header != METRICS:
-            fail(f"{folder}/metrics.csv is of another version of this script")
-        iteration = int(state.iteration)
-        rows = [row for row in rows if len(row) == len(METRICS) and int(row[0]) <= iteration]
-    if iteration >= args.num_iterations:
-        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    folder.mkdir(parents=True, exist_ok=bool(args.resume))
+        folder = Path(args.resume)
+        state = load_checkpoint(folder / "checkpoint.npz", template)
+        rows = read_metrics(folder / "metrics.csv", int(state.iteration))
+        if state.iteration >= args.num_iterations:
+            fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
+    else:
+        name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = Path(args.run_dir) / name
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
     config = json.dumps(dataclasses.asdict(args) | {"resume": ""}, indent=1)
-    table = "".join(",".join(row) + "\n" for row in [METRICS, *rows])
     write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
-    write_atomically(folder / "metrics.csv", lambda file: file.write(table.encode()))
+    write_metrics(folder / "metrics.csv", rows)
 
-    device, x = jax.devices()[0], jnp.ones((1024, 1024))
-    multiply = jax.jit(jnp.matmul).lower(x, x).compile()
-    began = time.time()
-    jax.block_until_ready(multiply(x, x))
-    seconds = 2 * flops * (args.num_iterations - iteration) * (time.time() - began) / 2**31  # half a product's rate
-    expected = f"expected time about {clock(seconds)} for learning, plus the environments'" if flops else "no learning"
+    device = jax.devices()[0]
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"device {device.platform} ({device.device_kind}), {buffer}, {expected}", flush=True)
+    print(f"device {device.platform} ({device.device_kind}), {buffers}", flush=True)
     if device.platform == "cpu" and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
-    return folder, state or init(), float(rows[-1][METRICS.index("seconds")]) if rows else 0.0
+    seconds = float(rows[-1]["seconds"]) if rows else 0.0
+    return folder, state or init(), seconds
 
 
-def show_progress(args, row, learning):
-    """One line that is rewritten on a terminal; elsewhere a line for each twentieth of the run."""
-    done, live, rate = row["iteration"] / args.num_iterations, sys.stdout.isatty(), row["steps_per_second"]
-    left = f"{clock(row['steps'] * (1 / done - 1) / rate)} left   " if learning else "not learning yet"
-    if live or done == 1 or row["iteration"] % -(-args.num_iterations // 20) == 0:
-        name = next(name for name in METRICS[4:] if name in row)  # coverage, or achievements
-        result = f"{name} {round(row[name], 2):,.10g}"
-        bar = f"[{'#' * int(30 * done):30}] {done:4.0%}  {result}  {rate:,.0f} steps/s  {left}"
-        print(bar, end="\r" if live and done < 1 else "\n", flush=True)
+def compile_iteration(args, env, state):
+    """train_iteration for this state, compiled now, so that the first iteration is timed like the others."""
+    began = time.time()
+    iterate = train_iteration.lower(args, env, state).compile()
+    print(f"compiled in {clock(time.time() - began)}", flush=True)
+    return iterate
 
 
-def iterations(args, folder, state, seconds, steps, iterate):
-    """The state, a row of metrics, and whatever else iterate returns, after each iteration. Writes metrics.csv and,
-    when the caller is done with the iteration, the checkpoint; shows the progress; stops at Ctrl-C, at SIGTERM, and
-    when a metric is not finite (-inf means: no value yet)."""
+def finite_metrics(args, folder, iteration, metrics):
+    """The metrics as numbers. One that is not finite ends the run; before the first update nan means: no value yet."""
+    values = {name: float(metrics[name]) for name in METRICS if name in metrics}
+    missing = {name: x for name, x in values.items() if not math.isfinite(x)}
+    for name, x in missing.items():
+        if iteration >= args.first_update:
+            fail(f"iteration {iteration}: {name} is {x}; the last good checkpoint, if any, is kept in {folder}", code=1)
+    return {name: x for name, x in values.items() if name not in missing}
+
+
+def show_progress(args, bar, row):
+    """On a terminal tqdm's bar; elsewhere a line for each twentieth of the run."""
+    name = "coverage" if "coverage" in row else "achievements"
+    result = f"{name} {round(row[name], 2):,.10g}, {row['steps_per_second']:,.0f} steps/s"
+    iterations_left = args.num_iterations - row["iteration"]
+    if not bar.disable:
+        bar.set_postfix_str(result, refresh=False)
+        bar.update()
+    elif row["iteration"] % math.ceil(args.num_iterations / 20) == 0 or not iterations_left:
+        left = f"{clock(iterations_left * args.steps_per_iteration / row['steps_per_second'])} left"
+        when = left if row["iteration"] >= args.first_update else "not learning yet"
+        print(f"{row['iteration'] / args.num_iterations:4.0%}  {result}, {when}", flush=True)
+
+
+def iterations(args, folder, state, seconds, iterate):
+    """Yield (state, row of metrics, whatever else iterate returns) after each iteration. Writes metrics.csv, shows the
+    progress, and saves checkpoints when the caller is done with the iteration. Stops at Ctrl-C and SIGTERM."""
     if args.track:
         import wandb
 
         wandb.init(project="ctec", id=folder.name, resume="allow", config=dataclasses.asdict(args), dir=folder)
-    log, stop, recent, saved, learning = open(folder / "metrics.csv", "a"), [], [], time.time(), False
-    handlers = {number: signal.signal(number, lambda number, _: stop.append(number)) for number in (2, 15)}
+    received = []  # signals
+    handle = lambda number, _: received.append(signal.Signals(number))
+    handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    first = int(state.iteration) + 1
+    layout = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
+    bar = tqdm(total=args.num_iterations, initial=first - 1, bar_format=layout, disable=None)  # None: if no terminal
+    log = open(folder / "metrics.csv", "a", newline="")
+    writer = csv.DictWriter(log, METRICS, lineterminator="\n")
+    recent = collections.deque(maxlen=20)  # seconds of the latest iterations, without those before the first update
+    saved = time.time()
     try:
-        for iteration in range(int(state.iteration) + 1, args.num_iterations + 1):
-            began, last = time.time(), iteration == args.num_iterations
+        for iteration in range(first, args.num_iterations + 1):
+            began = time.time()
             state, metrics, *more = iterate(state)
-            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-            spent, values = time.time() - began, {name: metrics[name] for name in METRICS if name in metrics}
-            bad = [name for name, x in values.items() if not np.isfinite(x) and (learning or x != -np.inf)]
-            if bad:
-                words = f"iteration {iteration}: {bad[0]} is {values[bad[0]]}"
-                fail(f"{words}; the last good checkpoint, if there was one, is untouched in {folder}", code=1)
-            learning, seconds = -np.inf not in values.values(), seconds + spent
-            recent = [*recent[-19:], spent] if learning else []
-            row = {"iteration": iteration, "steps": iteration * steps, "seconds": round(seconds, 1)}
-            row |= {"steps_per_second": round(steps * max(len(recent), 1) / sum(recent or [spent]), 1)}
-            row |= {name: x for name, x in values.items() if np.isfinite(x)}
-            log.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
+            metrics = jax.device_get(metrics)
+            spent = time.time() - began
+            seconds += spent
+            if iteration <= args.first_update:
+                recent.clear()
+            recent.append(spent)
+
+            values = finite_metrics(args, folder, iteration, metrics)
+            rate = len(recent) * args.steps_per_iteration / sum(recent)
+            row = {"iteration": iteration, "steps": iteration * args.steps_per_iteration}
+            row |= {"seconds": round(seconds, 1), "steps_per_second": round(rate, 1)} | values
+            writer.writerow(row)
             log.flush()
-            show_progress(args, row, learning)
             if args.track:
                 wandb.log(row, step=row["steps"])
+            show_progress(args, bar, row)
             yield state, row, *more
-            if stop or last or time.time() - saved >= 60 * args.checkpoint_minutes:
+
+            last = iteration == args.num_iterations
+            if received or last or time.time() - saved >= 60 * args.checkpoint_minutes:
                 try:
-                    save_checkpoint(folder / "checkpoint.msgpack", state)
-                except OSError as error:  # a full disk may have room again before the next one
-                    if stop or last:
+                    save_checkpoint(folder / "checkpoint.npz", state)
+                except (OSError, MemoryError) as error:  # there may be room again before the next one
+                    if received or last:
                         raise
-                    print(f"\nwarning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+                    bar.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
                 saved = time.time()
-            if stop and not last:
-                go_on = f"go on with: python {Path(__file__).name} --resume {folder}"
-                fail(f"stopped by signal {stop[0]}; {go_on}", code=128 + stop[0])
+            if received and not last:
+                bar.close()
+                resume = f"python {Path(__file__).name} --resume {folder}"
+                fail(f"stopped by {received[0].name}; go on with: {resume}", code=128 + received[0])
     finally:
+        bar.close()
+        log.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        log.close()
         if args.track:
             wandb.finish()
+
+
+# ---------------------------------------------------------------------------------------------------- pictures
+def picture_iterations(args):
+    """Five moments of a run, the end among them."""
+    return {round(k * args.num_iterations / 5) for k in range(1, 6)}
 
 
 def draw_places(axes, env, title, values=None, **style):
@@ -1097,24 +1368,30 @@ def draw_places(axes, env, title, values=None, **style):
     axes.plot(*env.start, "o", color="red")
     axes.set(title=title, xlabel="x (m)", ylabel="y (m)", aspect="equal")
     if values is not None:
-        extent = env.low[0], env.high[0], env.low[1], env.high[1]
+        extent = (env.low[0], env.high[0], env.low[1], env.high[1])
         return axes.imshow(values.T, origin="lower", extent=extent, **style)
+
+
+def of_bins(env):
+    return f" of {env.free_bins:,}" if env.free_bins else ""
 
 
 def save_coverage(args, env, folder, visited, steps, frames):
     """coverage.png and .npz, and the last steps: rollout.html (Brax's viewer) or rollout.png (of 16 points)."""
     from matplotlib.figure import Figure
 
-    visited, of_bins = np.asarray(visited).reshape(env.grid), f" of {env.bins:,}" if env.bins else ""
+    visited = np.asarray(visited).reshape(env.grid_shape)
     write_atomically(folder / "coverage.npz", lambda file: np.savez(file, visited=visited, low=env.low, high=env.high))
-    figure, flat = Figure((7, 6), layout="constrained"), visited.reshape(*env.grid[:2], -1).any(axis=-1)
-    title = f"{args.env}: {visited.sum():,}{of_bins} bins in {steps:,} steps"
+    figure = Figure((7, 6), layout="constrained")
+    flat = visited.reshape(*env.grid_shape[:2], -1).any(axis=-1)
+    title = f"{args.env}: {visited.sum():,}{of_bins(env)} bins in {steps:,} steps"
     draw_places(figure.add_subplot(), env, title, np.where(flat, 0.6, np.nan), cmap="Blues", vmin=0, vmax=1)
     figure.savefig(folder / "coverage.png", dpi=100)
+
     frames = jax.tree.map(lambda *x: np.concatenate(x)[-args.episode_length :], *frames)
     if hasattr(env, "sys"):
-        places = [jax.tree.map(lambda x: x[t], frames) for t in range(len(frames.pos))]
-        states = [base.State(q=None, qd=None, x=x, xd=None, contact=None) for x in places]
+        poses = [jax.tree.map(lambda x, t=t: x[t], frames) for t in range(len(frames.pos))]
+        states = [base.State(q=None, qd=None, x=x, xd=None, contact=None) for x in poses]
         (folder / "rollout.html").write_text(html.render(env.sys, states))
     else:
         figure = Figure((7, 6), layout="constrained")
@@ -1128,11 +1405,15 @@ def save_bars(folder, title, bars):
     """achievements.png: the share of episodes that unlocked each achievement, for each {label: (22,) rates}."""
     from matplotlib.figure import Figure
 
-    figure, place, height = Figure((8, 7), layout="constrained"), np.arange(len(ACHIEVEMENTS)), 0.8 / len(bars)
+    figure = Figure((8, 7), layout="constrained")
     axes = figure.add_subplot()
+    place = np.arange(len(ACHIEVEMENTS))
+    height = 0.8 / len(bars)
     for i, (label, rates) in enumerate(bars.items()):
-        shift, color, rates = (i + 0.5) * height - 0.4, ("tab:blue", "0.7")[i], np.asarray(rates)
-        drawn = axes.barh(place + shift, 100 * rates, height, color=color, label=f"{label}: sum {rates.sum():.2f}")
+        rates = np.asarray(rates)
+        color = ("tab:blue", "0.7")[i]
+        y = place + (i + 0.5) * height - 0.4
+        drawn = axes.barh(y, 100 * rates, height, color=color, label=f"{label}: sum {rates.sum():.2f}")
         axes.bar_label(drawn, [f"{100 * x:.1f}" if x else "0" for x in rates], padding=2, fontsize=6)
     axes.set(yticks=place, yticklabels=[name.replace("_", " ") for name in ACHIEVEMENTS], xlim=(0, 108), title=title)
     axes.set_xlabel("episodes that unlocked it (%)")
@@ -1141,78 +1422,98 @@ def save_bars(folder, title, bars):
     figure.savefig(folder / "achievements.png", dpi=100)
 
 
-# --------------------------------------------------------------------------------------------------------- main
+# -------------------------------------------------------------------------------------------------------- main
 def parse_args(argv=None):
-    """The paper's numbers, then the preset's, or those of the run that is resumed; explicit flags win."""
-
-    def parse(default):
-        try:
-            with contextlib.redirect_stderr(io.StringIO()) as box:
-                return tyro.cli(Args, args=argv, default=default, description=__doc__)
-        except SystemExit as stop:
-            if not stop.code:
-                raise
-            message = re.split("[─-]{4,}", box.getvalue())[1]  # the first part of tyro's framed one
-            fail(" ".join(re.sub("[│╮]", " ", message).split()).rstrip(".") + "; see --help")
-
-    args = parse(Args())
+    """Explicit flags win over the preset, the preset over the paper's changes for one robot, those over the defaults.
+    With --resume, explicit flags win over the arguments of the earlier run."""
+    parse = functools.partial(tyro.cli, Args, args=argv, description=__doc__)
+    args = parse()
     if not args.resume:
-        return parse(Args(**PAPER.get(args.env.split("_")[0], {}) | PRESETS[args.preset]))
+        robot = args.env.split("_")[0]
+        return parse(default=Args(**PAPER.get(robot, {}) | PRESETS[args.preset]))
     try:
-        return parse(Args(**json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume}))
+        earlier = json.loads((Path(args.resume) / "args.json").read_text())
+        default = Args(**earlier | {"resume": args.resume})
     except (OSError, ValueError, TypeError) as error:
         fail(f"--resume {args.resume}: it is not the folder of a run of this script ({error})")
+    return parse(default=default)
+
+
+MAY_BE_ZERO = ("seed", "checkpoint_minutes", "logsumexp_penalty", "noise", "forward_coef", "entropy_coef", "value_coef",
+               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum")  # fmt: skip
+AT_MOST_ONE = ("target_rate", "gae_lambda", "forward_weight")
+BELOW_ONE = ("gamma", "gamma_cl", "reward_momentum")
 
 
 def check_numbers(args):
     """One line and exit code 2 for a number that makes no sense."""
+    if not args.run_dir:
+        fail("--run-dir: it must not be empty")
     for name, value in dataclasses.asdict(args).items():
-        zero, number = re.search("seed|minutes|coef|penalty|random|video", name), type(value) in (int, float)
-        if number and not (value > 0 or (zero and value == 0)):
-            fail(f"--{name.replace('_', '-')} {value}: it must be {'at least' if zero else 'above'} 0")
-        if name.startswith("gamma") and value >= 1:
-            fail(f"--{name.replace('_', '-')} {value}: it must be below 1")
+        if type(value) not in (int, float):
+            continue
+        flag = f"--{name.replace('_', '-')} {value}"
+        if not math.isfinite(value):
+            fail(f"{flag}: it must be a finite number")
+        if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
+            fail(f"{flag}: it must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
+        if value > 1 and name in AT_MOST_ONE:
+            fail(f"{flag}: it must be at most 1")
+        if value >= 1 and name in BELOW_ONE:
+            fail(f"{flag}: it must be below 1")
+        if value >= 2**32 and name == "seed":
+            fail(f"{flag}: it must be below 2^32")
+
+
+def check_etd_args(args):
+    check_numbers(args)
+    steps = args.steps_per_iteration
+    if not 2 <= args.batch_size <= steps:
+        fail(f"--batch-size {args.batch_size}: it must be at least 2, and at most num_envs * num_steps = {steps}")
+    if args.bonus == "etd" and args.memory_size < args.num_steps:
+        fail(f"--memory-size {args.memory_size}: it must be at least --num-steps {args.num_steps}")
+    if args.bonus == "etd" and args.representation_size % 2:
+        fail(f"--representation-size {args.representation_size}: it must be even")
+
+
+def finish_etd(env, folder, row):
+    """The last lines of a run, and what main returns."""
+    pictures = sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".html"))
+    if env.grid_shape:
+        result = f"coverage {row['coverage']:,.0f}{of_bins(env)} bins"
+    else:
+        result = f"achievements {row['achievements']:.2f} an episode"
+    print(f"{result} after {row['steps']:,} steps in {clock(row['seconds'])}")
+    print(f"pictures {', '.join(pictures)}")
+    print(f"folder   {folder}")
+    return row | {"folder": str(folder)}
 
 
 def main(args):
     """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
-    check_numbers(args)
-    env, steps = make_any_env(args.env), args.num_envs * args.num_steps
-    if args.gae_lambda > 1 or args.reward_momentum >= 1:
-        fail("--gae-lambda must be at most 1, --reward-momentum below 1")
-    if not 2 <= args.batch_size <= steps:
-        fail(f"--batch-size {args.batch_size}: it must be at least 2, and at most num_envs * num_steps = {steps}")
-    if args.bonus == "etd" and (args.memory_size < args.num_steps or args.representation_size % 2):
-        fail("--memory-size must be at least --num-steps, --representation-size even")
-    shapes = jax.eval_shape(lambda: init_state(args, env))
-    size = lambda model: sum(x.size for x in jax.tree.leaves(model.params))
-    encodings = 2 if args.bonus == "etd" else 1  # its one encoder sees the state and the future
-    flops = 6 * steps * args.update_epochs * (size(shapes.agent) + encodings * size(shapes.encoders))
-    megabytes = 4e-6 * (shapes.memory.states.size if shapes.memory else 0)
-    buffer = f"rollout {4e-6 * steps * env.state_size:,.1f} MB, episodic memory {megabytes:,.1f} MB"
-    folder, state, seconds = start_run(args, lambda: init_state(args, env), buffer, flops)
-    moments = {round(k * args.num_iterations / 5) for k in range(1, 6)}
-    began, frames = time.time(), []
-    iterate = train_iteration.lower(args, env, state).compile()
-    print(f"compiled in {clock(time.time() - began)}", flush=True)
-    for state, row, frame in iterations(args, folder, state, seconds, steps, iterate):
-        frames = [*frames, jax.device_get(frame)][-(-(-args.episode_length // args.num_steps)) :]
-        if row["iteration"] in moments and env.grid:
+    check_etd_args(args)
+    env = make_any_env(args.env)
+    init = functools.partial(init_state, args, env)
+    template = jax.eval_shape(init)
+    rollout_size = 4e-6 * args.steps_per_iteration * env.state_size
+    buffers = f"rollout {rollout_size:,.1f} MB, episodic memory {nbytes(template.memory) / 1e6:,.1f} MB"
+    folder, state, seconds = start_run(args, init, template, buffers)
+    frames = collections.deque(maxlen=math.ceil(args.episode_length / args.num_steps))
+    iterate = compile_iteration(args, env, state)
+    for state, row, frame in iterations(args, folder, state, seconds, iterate):
+        frames.append(jax.device_get(frame))
+        if row["iteration"] in picture_iterations(args) and env.grid_shape:
             save_coverage(args, env, folder, state.success.visited, row["steps"], frames)
-        elif row["iteration"] in moments:
+        elif row["iteration"] in picture_iterations(args):
             title = f"{args.bonus} ({Path(__file__).stem}), seed {args.seed}, {row['steps']:,} steps"
             save_bars(folder, title, {"this policy": achievement_rates(state.success)})
-    name = "coverage" if env.grid else "achievements"
-    print(f"{name} {round(row[name], 2):,.10g} after {row['steps']:,} steps in {clock(row['seconds'])}")
-    pictures = sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".html"))
-    print(f"pictures {', '.join(pictures)}\nfolder   {folder}")
-    return row | {"folder": str(folder)}
+    return finish_etd(env, folder, row)
 
 
 if __name__ == "__main__":
     try:
         main(parse_args())
-    except OSError as error:  # a full disk, as a rule
+    except (OSError, MemoryError) as error:  # a full disk, as a rule
         fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
     except KeyboardInterrupt:
         fail("stopped before the first iteration", code=130)

@@ -1,35 +1,45 @@
 """ICM with SAC on the point, ant and humanoid mazes and on the Panda arm.
 
 The intrinsic curiosity module (Pathak et al. 2017), as a baseline of C-TeC (Mohamed et al., "Temporal Representations
-for Exploration", ICLR 2026). An encoder learns features from which the action can be told (inverse model); a forward
+for Exploration", ICLR 2026). An encoder f learns features from which the action can be told (inverse model); a forward
 model predicts the features of the next state from those of the state and the action. The agent's only reward is the
 forward error: go where you cannot foresee what you can control. There is no task reward; success is the number of
 places visited.
+
+One iteration:
+
+    62 times, in every environment:                                                   # collect
+        act with SAC's policy, store (s, a, done) in the replay, mark the bin of the new position as visited
+    999 times:                                                                        # update
+        sample a batch of transitions (s, a, s') from the replay
+        reward = mean over the features of (forward(f(s), a) - f(s'))^2
+        one Adam step of encoder and heads on 0.2 * mean reward + 0.8 * mean((inverse(f(s), f(s')) - a)^2)
+        one SAC step of critics, actor and alpha on (s, a, reward, s')
 
     python icm_sac_brax.py --env ant_hardest_maze                     # the paper's sizes, for a GPU
     python icm_sac_brax.py --env point_hardest_maze --preset laptop   # minutes on two CPU cores
     python icm_sac_brax.py --resume runs/<folder>                     # go on from the last checkpoint
 
-Everything but the bonus is the code of ctec_sac_brax.py. Networks, step size and the weights 0.2 and 0.8 are those of
-the paper's Table 4; both heads have one hidden layer. Both errors are means over their dimensions. The forward loss
-sends no gradient into its target, so the encoder cannot make its own future trivial there. A terminated or truncated
-step has no next state in the replay: it neither trains the models nor pays. (With Brax's auto-reset, as in the
-release, it would be the first state after the reset.)
+Everything but the bonus is the code of ctec_sac_brax.py. Metrics, implementation details and results:
+docs/icm_sac_brax.md
 """
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
 #   "jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "brax==0.14.2", "mujoco==3.17.0", "mujoco-mjx==3.17.0",
-#   "numpy==2.4.6", "tyro==1.0.16", "matplotlib==3.11.2", "wandb==0.31.0",
+#   "numpy==2.4.6", "tyro==1.0.16", "tqdm==4.70.1", "matplotlib==3.11.2", "wandb==0.31.0",
 # ]
 # ///
+
+import collections
 import contextlib
+import csv
 import dataclasses
 import functools
 import io
 import json
+import math
 import os
-import re
 import signal
 import sys
 import time
@@ -44,6 +54,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from tqdm import tqdm
 
 with contextlib.redirect_stdout(io.StringIO()):  # no "Failed to import warp": an optional backend that is not used
     import brax.spring.pipeline
@@ -57,7 +68,7 @@ ENVS = ("point_u_maze", "point_large_maze", "point_hardest_maze", "ant_u_maze", 
         "humanoid_u_maze", "humanoid_large_maze", "arm_binpick_hard")  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------- arguments
+# --------------------------------------------------------------------------------------------------- arguments
 @dataclasses.dataclass(frozen=True)
 class Args:
     env: Literal[ENVS] = "ant_hardest_maze"
@@ -73,7 +84,7 @@ class Args:
     run_dir: str = "runs"
     """where the folder of the run is made"""
     checkpoint_minutes: float = 10.0
-    """time between checkpoints; there is one at the end, at Ctrl-C and at SIGTERM anyway"""
+    """minutes between checkpoints; there is always one at the end, at Ctrl-C and at SIGTERM"""
     track: bool = False
     """send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)"""
 
@@ -82,7 +93,7 @@ class Args:
     unroll_length: int = 62
     """steps in each environment before the gradient steps of an iteration (paper Table 2)"""
     episode_length: int = 1000
-    """steps after which an episode is cut off (paper Table 2)"""
+    """steps after which an episode is truncated (paper Table 2)"""
     replay_size: int = 10_000
     """steps kept for each environment (paper Table 2)"""
     learning_starts: int = 1000
@@ -92,13 +103,13 @@ class Args:
     multiplier: float = 1.0
     """gradient steps an iteration: num_envs * (episode_length - 1) * multiplier / batch_size (paper Table 2)"""
     learning_rate: float = 3e-4
-    """Adam, for actor, critics, alpha and the model of the bonus (paper Tables 2 to 4)"""
+    """Adam step size of actor, critics, alpha and the bonus's model (paper Tables 2 to 4)"""
     agent_width: int = 256
     """width of the two hidden layers of actor and critics (paper Table 2)"""
     gamma: float = 0.99
     """discount of SAC (paper Table 2)"""
     target_rate: float = 0.005
-    """how fast the target critics follow (authors' code)"""
+    """Polyak averaging rate of the target critics (authors' code)"""
 
     encoder_width: int = 1024
     """width of the hidden layers of the bonus's networks (paper Tables 3 and 4)"""
@@ -108,12 +119,21 @@ class Args:
     """weight of the forward loss; the inverse loss has the rest (paper Table 4)"""
 
     @property
+    def steps_per_iteration(self):
+        return self.num_envs * self.unroll_length
+
+    @property
+    def num_iterations(self):
+        return math.ceil(self.total_timesteps / self.steps_per_iteration)
+
+    @property
     def gradient_steps(self):
         return round(self.num_envs * (self.episode_length - 1) * self.multiplier / self.batch_size)
 
     @property
-    def num_iterations(self):
-        return -(-self.total_timesteps // (self.num_envs * self.unroll_length))
+    def first_update(self):
+        """The iteration with the first gradient steps."""
+        return math.ceil(self.learning_starts / self.unroll_length)
 
 
 PAPER = {"humanoid": dict(num_envs=256, batch_size=256)}  # what the paper's tables change for one robot
@@ -124,273 +144,9 @@ PRESETS = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------- environments
-MAZES = {  # 1 wall, r start, 0 free; row i and column j stand at x = i * cell, y = j * cell
-    "u": "11111 1r001 11101 10001 11111",
-    "large": "11111111 1r011001 10010001 11000111 10010001 10100101 10001001 11111111",
-    "hardest": "111111111111 1r0001000001 101101010101 100000010001 101111011101 100101000001 110101010111 "
-               "100100010001 111111111111",
-}  # fmt: skip
-BIN = 0.5  # metres; coverage is the number of bins of this size that were visited
-
-
-@flax.struct.dataclass
-class EnvState:
-    physics: Any  # the point's (x, y, vx, vy), or a Brax pipeline state
-    obs: jax.Array  # (state_size,): what the policy and the encoders see; the first position_size are the place
-    terminated: jax.Array  # () bool: unhealthy
-
-
-class Maze:
-    """What all mazes share: cells, the bounds of the coverage grid, outlines for the pictures."""
-
-    def __init__(self, maze):
-        grid, cell = np.array([list(row) for row in MAZES[maze].split()]), self.cell
-        self.is_wall, self.start = grid == "1", np.argwhere(grid == "r")[0] * cell
-        self.walls, self.free = np.argwhere(grid == "1") * cell, np.argwhere(grid == "0") * cell  # (n, 2) centres
-        self.low = np.array([-cell / 2, -cell / 2, 0.0])[: self.position_size]
-        self.high = np.array([*(np.array(grid.shape) - 0.5) * cell, 2.5])[: self.position_size]
-        self.grid = tuple(np.round((self.high - self.low) / BIN).astype(int))  # bins along each axis
-        self.outlines = [(x - cell / 2, y - cell / 2, cell, cell) for x, y in self.walls]
-        self.bins = (len(self.free) + 1) * round(cell / BIN) ** 2 if self.position_size == 2 else None
-
-
-class PointMaze(Maze):
-    """A disc that is pushed around, in closed form: over a million steps a second on one core."""
-
-    state_size, action_size, position_size, cell, radius = 4, 2, 2, 4.0, 0.4
-
-    def reset(self, key):
-        place = self.start + jax.random.uniform(key, (2,), minval=-0.1, maxval=0.1)
-        physics = jnp.concatenate([place, jnp.zeros(2)])
-        return EnvState(physics, physics, jnp.zeros((), bool))
-
-    def blocked(self, p):
-        """Does the disc at p overlap a wall? It reaches no further than the cells under its square's corners."""
-        corners = p + self.radius * np.array([(-1, -1), (-1, 1), (1, -1), (1, 1)], np.float32)
-        cells = jnp.round(corners / self.cell).astype(jnp.int32)  # (4, 2)
-        nearest = jnp.clip(p, (cells - 0.5) * self.cell, (cells + 0.5) * self.cell)
-        touches = jnp.sum((p - nearest) ** 2, axis=-1) < self.radius**2
-        return jnp.any(touches & jnp.asarray(self.is_wall)[cells[:, 0], cells[:, 1]])
-
-    def step(self, state, action):
-        p, v = state.physics[:2], 0.9 * state.physics[2:] + 0.05 * jnp.clip(action, -1.0, 1.0)
-        for axis in np.eye(2, dtype=np.float32):  # a wall stops the component of v that meets it
-            v = jnp.where(self.blocked(p + v * axis), v * (1 - axis), v)
-            p = p + v * axis
-        physics = jnp.concatenate([p, v])
-        return EnvState(physics, physics, jnp.zeros((), bool))
-
-    def frame(self, physics):
-        return physics[:16, :2]  # what the rollout picture needs
-
-
-class BraxMaze(Maze):
-    """A robot that comes with Brax, among wall boxes of half a cell's height."""
-
-    def __init__(self, maze):
-        super().__init__(maze)
-        spec = mujoco.MjSpec.from_file(str(Path(brax.__file__).parent / "envs/assets" / self.xml))
-        spec.option.timestep, half = self.timestep, self.cell / 2
-        self.edit(spec)
-        for x, y in self.walls:
-            spec.worldbody.add_geom(type=mujoco.mjtGeom.mjGEOM_BOX, pos=(x, y, half / 2), size=(half, half, half / 2),
-                                    contype=1, conaffinity=1)  # fmt: skip
-        spec.compile()
-        # mjx's broad phase: only the nearest pairs of each kind (by bounding spheres) are collided, only the deepest
-        # points are kept. The two numbers must come first: mjx 3.17 looks for the i-th one at numeric_data[i].
-        broad_phase = "".join(f'<numeric name="max_{k}" data="{v}"/>' for k, v in self.broad_phase.items())
-        self.sys = mjcf.loads(spec.to_xml().replace("<custom>", "<custom>" + broad_phase, 1))  # fuses jointless bodies
-        self.action_size = self.sys.act_size()
-
-    def from_q(self, q, qd):
-        return self.state(brax.spring.pipeline.init(self.sys, q, qd), jnp.zeros(self.action_size))
-
-    def step(self, state, action):
-        control = action * self.action_scale
-        substep = lambda _, physics: brax.spring.pipeline.step(self.sys, physics, control)
-        return self.state(jax.lax.fori_loop(0, 10, substep, state.physics), control)
-
-    def state(self, physics, control):
-        z, (low, high) = physics.x.pos[0, 2], self.healthy
-        return EnvState(physics, self.observe(physics, control), (z < low) | (z > high))
-
-    def frame(self, physics):
-        return jax.tree.map(lambda x: x[0], physics.x)  # the links of the first environment, for the viewer
-
-
-class AntMaze(BraxMaze):
-    state_size, position_size, cell, xml, timestep, healthy = 29, 2, 4.0, "ant.xml", 0.005, (0.2, 1.0)
-    broad_phase, action_scale = {"geom_pairs": 8, "contact_points": 12}, 1.0
-
-    def edit(self, spec):
-        for geom in spec.geoms:  # these meet the walls
-            if geom.name.startswith(("torso", "aux")) or "foot" in geom.name:
-                geom.conaffinity = 1
-
-    def reset(self, key):
-        key_q, key_qd = jax.random.split(key)
-        q = self.sys.init_q + jax.random.uniform(key_q, (15,), minval=-0.1, maxval=0.1)
-        return self.from_q(q.at[:2].set(self.start), 0.1 * jax.random.normal(key_qd, (14,)))
-
-    def observe(self, physics, control):
-        return jnp.concatenate([physics.q, physics.qd])
-
-
-class HumanoidMaze(BraxMaze):
-    state_size, position_size, cell, xml, timestep, healthy = 268, 3, 2.0, "humanoid.xml", 0.0015, (1.0, 2.0)
-    broad_phase, action_scale = {"geom_pairs": 20, "contact_points": 12}, 0.4
-
-    def edit(self, spec):
-        for geom in spec.geoms:  # every geom meets floor and walls, none another of the robot
-            geom.contype = int(geom.name != "floor")
-        for motor, gear in zip(spec.actuators, [350] * 11 + [100] * 6):
-            motor.gear[0] = gear
-        # the goal of the maze task, which nobody is told to reach: its place and motion are part of the state
-        target = spec.worldbody.add_body(name="target", pos=(0, 0, 1.25))
-        for axis in ((1, 0, 0), (0, 1, 0)):
-            target.add_joint(type=mujoco.mjtJoint.mjJNT_SLIDE, axis=axis, limited=0)
-        target.add_geom(type=mujoco.mjtGeom.mjGEOM_SPHERE, size=(0.5, 0, 0), mass=1, contype=0, conaffinity=0)
-
-    def reset(self, key):
-        target = jax.random.choice(key, jnp.asarray(self.free, jnp.float32))
-        return self.from_q(self.sys.init_q.at[:2].set(self.start).at[-2:].set(target), jnp.zeros(self.sys.qd_size()))
-
-    def observe(self, physics, control):
-        inertia, x = self.sys.link.inertia, physics.x
-        # the spring backend works with unit inertias (spring_inertia_scale 1 in humanoid.xml)
-        inertia = inertia.replace(i=jnp.broadcast_to(jnp.eye(3), inertia.i.shape))
-        x_i, mass = x.vmap().do(inertia.transform), inertia.mass[:, None]  # centres of mass of the links
-        com = jnp.sum(mass * x_i.pos, axis=0) / jnp.sum(mass)
-        about_com = x_i.replace(pos=x_i.pos - com).vmap().do(inertia).i.reshape(-1, 9)
-        velocity = base.Transform.create(pos=x_i.pos - x.pos).vmap().do(physics.xd)
-        velocities = jnp.hstack([velocity.vel * mass / jnp.sum(mass), velocity.ang])
-        torque = actuator.to_tau(self.sys, control, physics.q, physics.qd)
-        inertias = jnp.hstack([about_com, mass])
-        return jnp.concatenate([physics.q, physics.qd, inertias.ravel(), velocities.ravel(), torque])
-
-
-PANDA = np.array("""
-    0      0    .333  0 4.970684 .003875 .002081 -.04762 .70337 .70661 .009117 -.000139 .006772 .019169 -2.8973 2.8973
-    0      0    0    -1 .646926 -.003141 -.02872 .003495 .007962 .02811 .025995 -.003925 .010254 .000704 -1.7628 1.7628
-    0     -.316 0  1 3.228604 .027518 .039252 -.066502 .037242 .036155 .01083 -.004761 -.011396 -.012805 -2.8973 2.8973
-    .0825  0    0  1 3.587895 -.05317 .104419 .027454 .025853 .019552 .028323 .007796 -.001332 .008641 -3.0718 -.0698
-   -.0825  .384 0 -1 1.225946 -.011953 .041065 -.038437 .035549 .029474 .008627 -.002117 -.004037 .000229 -2.8973 2.8973
-    0      0    0  1 1.666555 .060149 -.014117 -.010517 .001964 .004354 .005433 .000109 -.001158 .000341 -.0175 3.7525
-    .088   0    0  1 .735522 .010517 -.004252 .061597 .012516 .010027 .004815 -.000428 -.001196 -.000741 -2.8973 2.8973
-""".split(), float).reshape(7, 16)  # links 1-7: place in the parent (3), quarter turns about x, mass, its centre (3),
-# inertia xx, yy, zz, xy, xz, yz, and the joint's range
-
-
-class ArmBinpick:
-    """A Franka Panda, and a cube in the blue one of two bins. Primitive geoms, which meet in listed pairs only."""
-
-    state_size, action_size, position_size, bins = 18, 5, 3, None
-    default_q = np.array([1.571, 0.742, 0, -1.571, 0, 3.054, 1.449, 0.04, 0.04])
-    low, high, start = np.array([-8.0, -8.0, -1.0]), np.array([8.0, 8.0, 4.0]), np.array([-0.3, 0.6])
-    grid = (32, 32, 10)
-    sides = np.array([(-195, -195, 390, 10), (-195, 185, 390, 10), (185, -185, 10, 370), (-195, -185, 10, 370)]) / 1000
-    outlines = [*(sides + (-0.3, 0.6, 0, 0)), *(sides + (0.3, 0.6, 0, 0))]  # of the blue and the red bin
-
-    def __init__(self):
-        text, fixed = lambda numbers: " ".join(map(str, numbers)), ["table", *(f"bin{i}" for i in range(8))]
-        bins = "".join(f"""<geom name="bin{i}" type="box" pos="{x + width / 2} {y + depth / 2} .033"
-            size="{width / 2} {depth / 2} .033"/>""" for i, (x, y, width, depth) in enumerate(self.outlines))
-        links = "".join(f"""<body pos="{text(row[:3])}" quat="1 {row[3]} 0 0">
-            <inertial mass="{row[4]}" pos="{text(row[5:8])}" fullinertia="{text(row[8:14])}"/>
-            <joint name="joint{i}" axis="0 0 1" range="{text(row[14:])}"/>""" for i, row in enumerate(PANDA))
-        # the hand is rigid on link 7, turned by 45 degrees; the link's inertia is for both
-        c, s = np.cos(np.pi / 8), np.sin(np.pi / 8)
-        fingers = "".join(f"""<body pos="0 0 .1654" quat="{quat}">
-            <inertial mass=".015" pos="0 0 0" diaginertia="2.375e-6 2.375e-6 7.5e-7"/>
-            <joint name="joint{i}" type="slide" axis="0 1 0" range="0 .05" damping="5" armature=".1"/>
-            <geom name="finger{i}" type="box" size=".015 .005 .04" pos="0 .0055 .035"/>
-            </body>""" for i, quat in ((7, f"{c} 0 0 {-s}"), (8, f"{s} 0 0 {c}")))
-        motors = [(4500, 4500, 87)] * 2 + [(2000, 3500, 87)] * 2 + [(1000, 2000, 12)] * 3 + [(0.09804, 500, 500)] * 2
-        motors = "".join(f"""<general joint="joint{i}" gainprm="{gain}" biastype="affine" forcerange="{-limit} {limit}"
-            biasprm="0 {-stiffness} {-stiffness / 10}" ctrlrange="{text([*PANDA[:, 14:], (0, 255), (0, 255)][i])}"/>"""
-            for i, (gain, stiffness, limit) in enumerate(motors))  # fmt: skip
-        pairs = [(name, other) for name in ("hand", "finger7", "finger8", "cube") for other in fixed]
-        pairs += [("hand", "cube"), ("finger7", "finger8"), ("finger7", "cube"), ("finger8", "cube")]
-        self.sys = mjcf.load_model(mujoco.MjModel.from_xml_string(f"""<mujoco><compiler angle="radian"/>
-            <option timestep=".002" iterations="6" ls_iterations="12" integrator="implicitfast" impratio="10"/>
-            <custom><numeric name="max_geom_pairs" data="10"/><numeric name="max_contact_points" data="24"/></custom>
-            <default><geom contype="0" conaffinity="0"/></default>
-            <worldbody>
-                <body pos="-.3 .6 .07"><freejoint/><geom name="cube" type="box" size=".03 .03 .03"/></body>
-                <geom name="table" type="plane" pos="0 .2 0" size="2.8 2.4 .1"/> {bins} {links}
-                <geom name="hand" type="capsule" size=".04 .06" pos="0 0 .142" quat="{c} {c} {-s} {-s}"/>
-                {fingers} {"</body>" * len(PANDA)}
-            </worldbody>
-            <contact>{"".join(f'<pair geom1="{a}" geom2="{b}"/>' for a, b in pairs)}</contact>
-            <equality><joint joint1="joint7" joint2="joint8" solref=".005 1" solimp=".95 .99 .001 .5 2"/></equality>
-            <actuator>{motors}</actuator></mujoco>"""))  # fmt: skip
-
-    def forward(self, data):
-        """mjx.forward, but for the kinematics: XLA on a CPU would compute each link's pose anew for everything that
-        hangs on it, which takes 30 times longer than all the rest. The barriers forbid that."""
-        model, rotate, multiply, matrix = self.sys, brax.math.rotate, brax.math.quat_mul, brax.math.quat_to_3x3
-        cube = data.qpos[3:7] / jnp.linalg.norm(data.qpos[3:7])
-        pos, quat = [jnp.zeros(3), data.qpos[:3]], [jnp.array([1.0, 0.0, 0.0, 0.0]), cube]  # world, cube
-        for i, parent in enumerate(model.body_parentid[2:], 2):  # seven hinges about z, two slides along y
-            x, turn = pos[parent] + rotate(model.body_pos[i], quat[parent]), multiply(quat[parent], model.body_quat[i])
-            q = data.qpos[i + 5]
-            if i < 9:
-                turn = multiply(turn, jnp.stack([jnp.cos(q / 2), 0.0, 0.0, jnp.sin(q / 2)]))
-            else:
-                x = x + q * rotate(jnp.array([0.0, 1.0, 0.0]), turn)
-            x, turn = jax.lax.optimization_barrier((x, turn))
-            pos, quat = [*pos, x], [*quat, turn]
-        xpos, xquat, geom = jnp.stack(pos), jnp.stack(quat), model.geom_bodyid
-        place = jax.vmap(lambda x, turn, local_x, local: (x + rotate(local_x, turn), matrix(multiply(turn, local))))
-        xipos, ximat = place(xpos, xquat, model.body_ipos, model.body_iquat)
-        geom_xpos, geom_xmat = place(xpos[geom], xquat[geom], model.geom_pos, model.geom_quat)
-        xmat = jax.vmap(matrix)(xquat)
-        xaxis = jnp.concatenate([jnp.array([[0.0, 0.0, 1.0]]), xmat[2:9, :, 2], xmat[9:, :, 1]])
-        data = data.replace(qpos=data.qpos.at[3:7].set(cube), xpos=xpos, xquat=xquat, xmat=xmat, xanchor=xpos[1:])
-        data = data.replace(xaxis=xaxis, xipos=xipos, ximat=ximat, geom_xpos=geom_xpos, geom_xmat=geom_xmat)
-        for stage in (mjx.com_pos, mjx.crb, mjx.factor_m, mjx.collision, mjx.make_constraint, mjx.transmission,
-                      mjx.fwd_velocity, mjx.fwd_actuation, mjx.fwd_acceleration, mjx.solve):  # fmt: skip
-            data = stage(model, data)
-        return data
-
-    def from_q(self, q, qd):
-        return self.state(self.forward(mjx.make_data(self.sys).replace(qpos=q, qvel=qd)))
-
-    def reset(self, key):
-        cube = self.start + jax.random.uniform(key, (2,), minval=-0.15, maxval=0.15)
-        return self.from_q(jnp.concatenate([cube, jnp.array([0.07, 1, 0, 0, 0, *self.default_q])]), jnp.zeros(15))
-
-    def step(self, state, action):
-        """Targets of joints 1, 2, 4, 6, from [-1, 1] to their ranges; a positive last action closes the gripper."""
-        low, high = np.array([0.3491, 0, -3.0718, 2.3562]), np.array([2.7925, 1.48353, -0.0698, 3.7525])
-        j1, j2, j4, j6 = low + (action[:4] + 1) / 2 * (high - low)
-        grip = jnp.where(action[4] > 0, 0.0, 255.0)
-        data = state.physics.replace(ctrl=jnp.stack([j1, j2, 0.0, j4, 0.0, j6, 1.4487, grip, grip]))
-        return self.state(jax.lax.fori_loop(0, 25, lambda _, data: mjx.implicit(self.sys, self.forward(data)), data))
-
-    def state(self, data):
-        hand, left, right, q = 8, 9, 10, data.qpos  # bodies
-        offset, turning = data.xpos[hand] - data.subtree_com[2], data.cvel[hand, :3]
-        velocity = data.cvel[hand, 3:] + jnp.cross(turning, offset)
-        fingers = jnp.linalg.norm(data.xpos[left] - data.xpos[right]), 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19
-        obs = jnp.concatenate([q[:3], q[7:14], data.xpos[hand], velocity, jnp.stack(fingers)])
-        return EnvState(data, obs, jnp.zeros((), bool))
-
-    def frame(self, data):
-        return base.Transform(pos=data.xpos[0, 1:], rot=data.xquat[0, 1:])  # the bodies of the first environment
-
-
-@functools.cache
-def make_env(name):
-    robot, maze = name.split("_")[:2]
-    mazes = {"point": PointMaze, "ant": AntMaze, "humanoid": HumanoidMaze}
-    return ArmBinpick() if robot == "arm" else mazes[robot](maze)
-
-
-# ----------------------------------------------------------------------------------------------------- networks
+# ---------------------------------------------------------------------------------------------------- networks
 class MLP(nn.Module):
-    """Hidden relu layers and a linear one."""
+    """Hidden relu layers and a linear output layer."""
 
     width: int
     out: int
@@ -408,111 +164,68 @@ class MLP(nn.Module):
 TwinMLP = nn.vmap(MLP, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=2)
 
 
+# --------------------------------------------------------------------------------------------- the method: ICM
+def weighted_mean(x, weight):
+    return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+
+
+def encode(params, args, x):
+    """Features (..., feature_dim) of the state."""
+    return MLP(args.encoder_width, args.feature_dim).apply(params, x)
+
+
+def intrinsic_reward(params, args, batch):
+    """The forward error: error of the predicted features of the next state, a mean over them: (B,), 0 without a next
+    state. The target gets no gradient, so that the encoder cannot make its own future trivial."""
+    feature = encode(params["encoder"], args, batch.obs)
+    target = jax.lax.stop_gradient(encode(params["encoder"], args, batch.next_obs))
+    forward_model = MLP(args.encoder_width, args.feature_dim, 1)
+    predicted = forward_model.apply(params["forward"], jnp.concatenate([feature, batch.action], axis=-1))
+    return batch.has_next * jnp.mean((predicted - target) ** 2, axis=-1)
+
+
+def model_loss(params, args, batch):
+    """The mean forward error, and the squared error of the inverse model's action."""
+    forward = weighted_mean(intrinsic_reward(params, args, batch), batch.has_next)
+    feature = encode(params["encoder"], args, batch.obs)
+    next_feature = encode(params["encoder"], args, batch.next_obs)
+    inverse_model = MLP(args.encoder_width, batch.action.shape[-1], 1)
+    action = jnp.tanh(inverse_model.apply(params["inverse"], jnp.concatenate([feature, next_feature], axis=-1)))
+    inverse = weighted_mean(jnp.mean((action - batch.action) ** 2, axis=-1), batch.has_next)
+    loss = args.forward_weight * forward + (1.0 - args.forward_weight) * inverse
+    metrics = {
+        "icm_loss": loss,
+        "forward_loss": forward,
+        "inverse_loss": inverse,
+        "feature_variance": jnp.mean(jnp.var(feature, axis=0)),
+    }
+    return loss, metrics
+
+
+# --------------------------------------------------------------------------------------------------------- SAC
 @flax.struct.dataclass
 class Model:
     params: Any
     opt_state: Any
 
 
-def init_model(args, params):
-    return Model(params, optax.adam(args.learning_rate).init(params))
+def init_model(optimizer, params):
+    return Model(params, optimizer.init(params))
 
 
-def gradient_update(loss_fn, model, args, *inputs):
-    """One Adam step on loss_fn(params, args, *inputs) -> (loss, aux)."""
+def gradient_update(loss_fn, model, optimizer, args, *inputs):
+    """One optimiser step on loss_fn(params, args, *inputs) -> (loss, aux)."""
     grads, aux = jax.grad(loss_fn, has_aux=True)(model.params, args, *inputs)
-    updates, opt_state = optax.adam(args.learning_rate).update(grads, model.opt_state)
+    updates, opt_state = optimizer.update(grads, model.opt_state)
     return Model(optax.apply_updates(model.params, updates), opt_state), aux
 
 
-def weighted_mean(x, weight):
-    return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1.0)
-
-
-# ------------------------------------------------------------------------------------------------------- replay
-@flax.struct.dataclass
-class Replay:
-    """A ring: step t of every environment is in row t % T. The next observation is the next row; a terminal step needs
-    none, a truncated one is masked."""
-
-    obs: jax.Array  # (T, N, state_size)
-    action: jax.Array  # (T, N, action_size)
-    terminated: jax.Array  # (T, N) bool
-    truncated: jax.Array  # (T, N) bool
-    time: jax.Array  # () steps written so far, in each environment
-
-
-@flax.struct.dataclass
-class Batch:
-    obs: jax.Array  # (B, state_size)
-    action: jax.Array  # (B, action_size)
-    next_obs: jax.Array  # (B, state_size), of no meaning where the step is terminated or truncated
-    terminated: jax.Array  # (B,) 0.0 or 1.0
-    truncated: jax.Array  # (B,) 0.0 or 1.0
-    time: jax.Array  # (B,) when, and in which environment, the step was made
-    env: jax.Array
-
-    @property
-    def has_next(self):
-        """(B,) 0.0 where the episode ended with the step: next_obs is another one's, and there is no future."""
-        return (1.0 - self.terminated) * (1.0 - self.truncated)
-
-
-def init_replay(args, env):
-    rows = lambda *size, dtype=jnp.float32: jnp.zeros((args.replay_size, args.num_envs, *size), dtype)
-    return Replay(rows(env.state_size), rows(env.action_size), rows(dtype=bool), rows(dtype=bool), jnp.int32(0))
-
-
-def replay_insert(replay, *rows):
-    """Writes (unroll, N, ...) rows of obs, action, terminated, truncated."""
-    at = (replay.time + jnp.arange(len(rows[0]))) % len(replay.obs)
-    rings = replay.obs, replay.action, replay.terminated, replay.truncated
-    return Replay(*[ring.at[at].set(row) for ring, row in zip(rings, rows)], replay.time + len(rows[0]))
-
-
-def sample_batch(key, args, replay):
-    """Uniform transitions. The newest step, which has no next one yet, is left out."""
-    key_t, key_env = jax.random.split(key)
-    oldest = jnp.maximum(replay.time - len(replay.obs), 0)
-    t = jax.random.randint(key_t, (args.batch_size,), oldest, replay.time - 1)
-    n = jax.random.randint(key_env, (args.batch_size,), 0, args.num_envs)
-    row = lambda field, t: field[t % len(replay.obs), n]
-    terminated, truncated = (row(flag, t).astype(jnp.float32) for flag in (replay.terminated, replay.truncated))
-    return Batch(row(replay.obs, t), row(replay.action, t), row(replay.obs, t + 1), terminated, truncated, t, n)
-
-
-# --------------------------------------------------------------------------------------------- the method: ICM
-def icm_loss(params, args, batch):
-    """The loss of encoder, forward and inverse model, and the intrinsic reward: the forward error, a mean over the
-    features, (B,), 0 without a next state."""
-    weight, join = batch.has_next, lambda *x: jnp.concatenate(x, axis=-1)
-    network = lambda name, size, layers, x: MLP(args.encoder_width, size, layers).apply(params[name], x)
-    feature, next_feature = (network("encoder", args.feature_dim, 2, x) for x in (batch.obs, batch.next_obs))
-    predicted = network("forward", args.feature_dim, 1, join(feature, batch.action))
-    guess = jnp.tanh(network("inverse", batch.action.shape[-1], 1, join(feature, next_feature)))
-    reward = jnp.mean((predicted - jax.lax.stop_gradient(next_feature)) ** 2, axis=-1) * weight
-    forward = weighted_mean(reward, weight)
-    inverse = weighted_mean(jnp.mean((guess - batch.action) ** 2, axis=-1), weight)
-    loss = args.forward_weight * forward + (1.0 - args.forward_weight) * inverse
-    spread = jnp.mean(jnp.var(feature, axis=0))
-    return loss, (reward, dict(icm_loss=loss, forward_loss=forward, inverse_loss=inverse, feature_variance=spread))
-
-
-# ---------------------------------------------------------------------------------------------------------- SAC
 @flax.struct.dataclass
 class Agent:
     actor: Model
     critic: Model
     target_critic: Any
     log_alpha: Model
-
-
-def init_agent(args, env, key):
-    key_actor, key_critic = jax.random.split(key)
-    obs, pair = jnp.zeros(env.state_size), jnp.zeros(env.state_size + env.action_size)
-    actor = MLP(args.agent_width, 2 * env.action_size).init(key_actor, obs)
-    critic = TwinMLP(args.agent_width, 1).init(key_critic, pair)
-    return Agent(init_model(args, actor), init_model(args, critic), critic, init_model(args, jnp.zeros(())))
 
 
 def sample_action(params, args, key, obs, action_size):
@@ -522,7 +235,7 @@ def sample_action(params, args, key, obs, action_size):
     noise = jax.random.normal(key, mean.shape)
     u = mean + noise * std
     log_prob = -0.5 * noise**2 - jnp.log(std) - 0.5 * jnp.log(2 * jnp.pi)
-    log_prob -= 2.0 * (jnp.log(2.0) - u - jax.nn.softplus(-2.0 * u))  # the tanh's Jacobian, without cancellation
+    log_prob -= 2.0 * (jnp.log(2.0) - u - jax.nn.softplus(-2.0 * u))  # log-Jacobian of tanh, without cancellation
     return jnp.tanh(u), jnp.sum(log_prob, axis=-1)
 
 
@@ -533,8 +246,9 @@ def q_values(params, args, obs, action):
 def critic_loss(params, args, batch, reward, next_value):
     target = reward + args.gamma * (1.0 - batch.terminated) * next_value
     error = q_values(params, args, batch.obs, batch.action) - target
-    loss = weighted_mean(jnp.mean(error**2, axis=0), 1.0 - batch.truncated)  # what follows a truncation is not known
-    return loss, {"critic_loss": loss, "q_target": weighted_mean(target, 1.0 - batch.truncated)}
+    known = 1.0 - batch.truncated  # the state after a truncation is not in the replay
+    loss = weighted_mean(jnp.mean(error**2, axis=0), known)
+    return loss, {"critic_loss": loss, "q_target": weighted_mean(target, known)}
 
 
 def actor_loss(params, args, batch, critic_params, alpha, key):
@@ -549,82 +263,89 @@ def alpha_loss(log_alpha, args, log_prob, target_entropy):
     return loss, {"alpha_loss": loss, "alpha": jnp.exp(log_alpha)}
 
 
-def update_sac(args, agent, batch, reward, key):
+def update_sac(args, env, agent, batch, reward, key):
     """One step of critics, actor and alpha, in this order; then the target critics follow."""
     key_next, key_actor = jax.random.split(key)
-    alpha, action_size = jnp.exp(agent.log_alpha.params), batch.action.shape[-1]
-    next_action, next_log_prob = sample_action(agent.actor.params, args, key_next, batch.next_obs, action_size)
+    adam = optax.adam(args.learning_rate)
+    alpha = jnp.exp(agent.log_alpha.params)
+
+    # critics: soft Bellman backup with the target critics
+    next_action, next_log_prob = sample_action(agent.actor.params, args, key_next, batch.next_obs, env.action_size)
     next_q = jnp.min(q_values(agent.target_critic, args, batch.next_obs, next_action), axis=0)
     next_value = next_q - alpha * next_log_prob
-    critic, critic_metrics = gradient_update(critic_loss, agent.critic, args, batch, reward, next_value)
-    actor_inputs = batch, critic.params, alpha, key_actor
-    actor, (log_prob, actor_metrics) = gradient_update(actor_loss, agent.actor, args, *actor_inputs)
-    log_alpha, alpha_metrics = gradient_update(alpha_loss, agent.log_alpha, args, log_prob, -0.5 * action_size)
+    critic, critic_metrics = gradient_update(critic_loss, agent.critic, adam, args, batch, reward, next_value)
+
+    # actor, and alpha towards the target entropy
+    actor_inputs = (batch, critic.params, alpha, key_actor)
+    actor, (log_prob, actor_metrics) = gradient_update(actor_loss, agent.actor, adam, args, *actor_inputs)
+    target_entropy = -0.5 * env.action_size
+    log_alpha, alpha_metrics = gradient_update(alpha_loss, agent.log_alpha, adam, args, log_prob, target_entropy)
+
     target_critic = optax.incremental_update(critic.params, agent.target_critic, args.target_rate)
-    mean = weighted_mean(reward, batch.has_next)
-    metrics = {"reward_mean": mean, "reward_std": jnp.sqrt(weighted_mean((reward - mean) ** 2, batch.has_next))}
-    return Agent(actor, critic, target_critic, log_alpha), metrics | critic_metrics | actor_metrics | alpha_metrics
+    reward_mean = weighted_mean(reward, batch.has_next)
+    reward_std = jnp.sqrt(weighted_mean((reward - reward_mean) ** 2, batch.has_next))
+    metrics = {"reward_mean": reward_mean, "reward_std": reward_std} | critic_metrics | actor_metrics | alpha_metrics
+    return Agent(actor, critic, target_critic, log_alpha), metrics
 
 
-# ----------------------------------------------------------------------------------------------------- coverage
-def bin_index(env, obs):
-    """Flat index of the bin that each state (..., state_size) is in; one past the last bin if outside the grid."""
-    index = jnp.floor((obs[..., : env.position_size] - env.low) / BIN)
-    inside = jnp.all((index >= 0) & (index < np.array(env.grid)), axis=-1)
-    strides = np.cumprod((1, *env.grid[:0:-1]))[::-1]
-    return jnp.where(inside, jnp.sum(index.astype(jnp.int32) * strides, axis=-1), np.prod(env.grid))
-
-
-def replay_entropy(env, replay):
-    """Entropy (nats) of the visited bins in the replay: when it falls, the agents gather in one place."""
-    written = jnp.arange(len(replay.obs))[:, None] < replay.time
-    counts = jnp.zeros(np.prod(env.grid) + 1, jnp.int32).at[bin_index(env, replay.obs)].add(written)
-    p = counts / jnp.sum(counts)
-    return -jnp.sum(p * jnp.log(jnp.maximum(p, 1e-20)))
-
-
-# ----------------------------------------------------------------------------------------------------- training
+# ------------------------------------------------------------------------------------------ replay and rollout
 @flax.struct.dataclass
-class TrainState:
-    key: jax.Array
-    iteration: jax.Array
-    env: EnvState  # (N, ...)
-    episode_step: jax.Array  # (N,)
-    visited: jax.Array  # (bins,) bool
-    outside: jax.Array  # () visits outside the grid
-    replay: Replay
-    agent: Agent
-    icm: Model  # {"encoder", "forward", "inverse"}
+class Replay:
+    """A ring buffer: step t of every environment is in row t % T. The next observation is the next row; a terminal step
+    needs none, a truncated one is masked."""
+
+    obs: jax.Array  # (T, N, state_size)
+    action: jax.Array  # (T, N, action_size)
+    terminated: jax.Array  # (T, N) bool
+    truncated: jax.Array  # (T, N) bool
+    time: jax.Array  # () steps written so far, in each environment
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def init_state(args, env):
-    """The whole state of a run: everything that a checkpoint holds."""
-    key, key_env, key_agent, key_encoder, key_forward, key_inverse = jax.random.split(jax.random.PRNGKey(args.seed), 6)
-    env_state = jax.vmap(env.reset)(jax.random.split(key_env, args.num_envs))
-    network = lambda key, size, layers, inputs: MLP(args.encoder_width, size, layers).init(key, jnp.zeros(inputs))
-    size = args.feature_dim
-    icm = {"encoder": network(key_encoder, size, 2, env.state_size),
-           "forward": network(key_forward, size, 1, size + env.action_size),
-           "inverse": network(key_inverse, env.action_size, 1, 2 * size)}  # fmt: skip
-    return TrainState(
-        key=key, iteration=jnp.int32(0), env=env_state, episode_step=jnp.zeros(args.num_envs, jnp.int32),
-        visited=jnp.zeros(np.prod(env.grid), bool), outside=jnp.int32(0), replay=init_replay(args, env),
-        agent=init_agent(args, env, key_agent), icm=init_model(args, icm),
-    )  # fmt: skip
+@flax.struct.dataclass
+class Batch:
+    obs: jax.Array  # (B, state_size)
+    action: jax.Array  # (B, action_size)
+    next_obs: jax.Array  # (B, state_size), meaningless where the step is terminated or truncated
+    terminated: jax.Array  # (B,) 0.0 or 1.0
+    truncated: jax.Array  # (B,) 0.0 or 1.0
+    time: jax.Array  # (B,) when the step was made ...
+    env: jax.Array  # (B,) ... and in which environment
+
+    @property
+    def has_next(self):
+        """(B,) 0.0 where the episode ended with the step: next_obs is of another episode, and there is no future."""
+        return (1.0 - self.terminated) * (1.0 - self.truncated)
 
 
-def step_envs(args, env, starts, now, episode_step, action):
-    """A step in every environment; an episode that ends goes on from its place in starts. Returns what to go on with,
-    (state, episode_step), and what happened: (terminated, truncated, bin of the place before a reset, frame)."""
-    with jax.default_matmul_precision("highest"):  # no TF32 in the physics
-        after = jax.vmap(env.step)(now, action)
-    terminated = after.terminated | ~jnp.all(jnp.isfinite(after.obs), axis=-1)  # physics that blew up ends too
-    truncated = (episode_step + 1 >= args.episode_length) & ~terminated
-    done = terminated | truncated
-    restart = lambda start, go_on: jnp.where(done.reshape(-1, *[1] * (go_on.ndim - 1)), start, go_on)
-    go_on = jax.tree.map(restart, starts, after), jnp.where(done, 0, episode_step + 1)
-    return go_on, (terminated, truncated, bin_index(env, after.obs), env.frame(after.physics))
+def replay_insert(replay, obs, action, terminated, truncated):
+    """Write the steps of a rollout, each array (unroll_length, N, ...)."""
+    at = (replay.time + jnp.arange(len(obs))) % len(replay.obs)
+    return Replay(
+        obs=replay.obs.at[at].set(obs),
+        action=replay.action.at[at].set(action),
+        terminated=replay.terminated.at[at].set(terminated),
+        truncated=replay.truncated.at[at].set(truncated),
+        time=replay.time + len(obs),
+    )
+
+
+def sample_batch(key, args, replay):
+    """Uniform transitions. The newest step is left out: it has no next one yet."""
+    key_t, key_env = jax.random.split(key)
+    oldest = jnp.maximum(replay.time - len(replay.obs), 0)
+    t = jax.random.randint(key_t, (args.batch_size,), oldest, replay.time - 1)
+    n = jax.random.randint(key_env, (args.batch_size,), 0, args.num_envs)
+    row = t % len(replay.obs)
+    next_row = (t + 1) % len(replay.obs)
+    return Batch(
+        obs=replay.obs[row, n],
+        action=replay.action[row, n],
+        next_obs=replay.obs[next_row, n],
+        terminated=replay.terminated[row, n].astype(jnp.float32),
+        truncated=replay.truncated[row, n].astype(jnp.float32),
+        time=t,
+        env=n,
+    )
 
 
 def collect(args, env, state, key):
@@ -634,51 +355,490 @@ def collect(args, env, state, key):
     starts = jax.vmap(env.reset)(jax.random.split(key_start, args.num_envs))
 
     def step(carry, key):
-        obs = carry[0].obs
-        action, _ = sample_action(state.agent.actor.params, args, key, obs, env.action_size)
-        carry, (terminated, truncated, bins, frame) = step_envs(args, env, starts, *carry, action)
-        return carry, ((obs, action, terminated, truncated), bins, frame)
+        now, episode_step = carry
+        action, _ = sample_action(state.agent.actor.params, args, key, now.obs, env.action_size)
+        carry, (terminated, truncated, bins, frame) = step_envs(args, env, starts, now, episode_step, action)
+        return carry, ((now.obs, action, terminated, truncated), bins, frame)
 
     keys = jax.random.split(key_actions, args.unroll_length)
-    (env_state, episode_step), (rows, bins, frames) = jax.lax.scan(step, (state.env, state.episode_step), keys)
-    visited = state.visited.at[bins].set(True)  # a bin past the last one, outside the grid, is dropped here ...
-    outside = state.outside + jnp.sum(bins == len(visited))  # ... and counted here
-    state = state.replace(env=env_state, episode_step=episode_step, visited=visited, outside=outside)
-    return state.replace(replay=replay_insert(state.replay, *rows)), frames
+    (env_state, episode_step), (steps, bins, frames) = jax.lax.scan(step, (state.env, state.episode_step), keys)
+    replay = replay_insert(state.replay, *steps)
+    coverage = mark_visited(state.coverage, bins)
+    return state.replace(env=env_state, episode_step=episode_step, replay=replay, coverage=coverage), frames
 
 
-def update(args, replay, agent, icm, key):
-    """One gradient step of everything: the reward comes from the models as they are before the step."""
+# ---------------------------------------------------------------------------------------------------- training
+@flax.struct.dataclass
+class TrainState:
+    key: jax.Array
+    iteration: jax.Array
+    env: "EnvState"  # (N, ...)
+    episode_step: jax.Array  # (N,)
+    coverage: "Coverage"
+    replay: Replay
+    agent: Agent
+    model: Model  # {"encoder", "forward", "inverse"}
+
+
+def update(args, env, replay, agent, model, key):
+    """One gradient step of everything. The reward comes from the models as they are before their step."""
     key_batch, key_sac = jax.random.split(key)
     batch = sample_batch(key_batch, args, replay)
-    icm, (reward, metrics) = gradient_update(icm_loss, icm, args, batch)
-    agent, sac_metrics = update_sac(args, agent, batch, reward, key_sac)
-    return (agent, icm), metrics | sac_metrics
+    reward = intrinsic_reward(model.params, args, batch)
+    model, metrics = gradient_update(model_loss, model, optax.adam(args.learning_rate), args, batch)
+    agent, sac_metrics = update_sac(args, env, agent, batch, reward, key_sac)
+    return (agent, model), metrics | sac_metrics
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def train_iteration(args, env, state):
     """Collect, then learn once there is enough in the replay: all on the device, compiled once in a run."""
     key, key_collect, key_learn = jax.random.split(state.key, 3)
-    state, frames = collect(args, env, state.replace(key=key, iteration=state.iteration + 1), key_collect)
-    models, keys = (state.agent, state.icm), jax.random.split(key_learn, args.gradient_steps)
+    state = state.replace(key=key, iteration=state.iteration + 1)
 
+    # play `unroll_length` steps in every environment
+    state, frames = collect(args, env, state, key_collect)
+
+    # take `gradient_steps` gradient steps, once the replay holds `learning_starts` steps
     def learn(models):
-        step = lambda models, key: update(args, state.replay, *models, key)
-        models, metrics = jax.lax.scan(step, models, keys)
+        step = lambda models, key: update(args, env, state.replay, *models, key)
+        models, metrics = jax.lax.scan(step, models, jax.random.split(key_learn, args.gradient_steps))
         return models, jax.tree.map(jnp.mean, metrics)
 
-    wait = lambda models: (models, jax.tree.map(lambda _: -jnp.inf, jax.eval_shape(learn, models)[1]))  # no values yet
-    (agent, icm), metrics = jax.lax.cond(state.replay.time >= args.learning_starts, learn, wait, models)
-    norm = optax.global_norm((icm.params, agent.actor.params, agent.critic.params))
-    entropy, coverage = replay_entropy(env, state.replay), jnp.sum(state.visited)
-    metrics |= {"coverage": coverage, "outside": state.outside, "replay_entropy": entropy, "parameter_norm": norm}
-    return state.replace(agent=agent, icm=icm), metrics, frames
+    def wait(models):
+        metrics = jax.eval_shape(learn, models)[1]
+        return models, jax.tree.map(lambda _: jnp.nan, metrics)  # no values yet
+
+    enough = state.replay.time >= args.learning_starts
+    (agent, model), metrics = jax.lax.cond(enough, learn, wait, (state.agent, state.model))
+    metrics |= coverage_metrics(state.coverage) | {"replay_entropy": replay_entropy(env, state.replay)}
+    metrics["parameter_norm"] = optax.global_norm((model.params, agent.actor.params, agent.critic.params))
+    return state.replace(agent=agent, model=model), metrics, frames
 
 
-# ------------------------------------------------------------------------------- logging, pictures, checkpoint
-METRICS = """iteration steps seconds steps_per_second coverage outside replay_entropy icm_loss forward_loss
-    inverse_loss feature_variance reward_mean reward_std critic_loss q_target actor_loss entropy alpha_loss alpha
+# ----------------------------------------------------------------------------------------------- initial state
+def init_agent(args, env, key):
+    key_actor, key_critic = jax.random.split(key)
+    actor = MLP(args.agent_width, 2 * env.action_size).init(key_actor, jnp.zeros(env.state_size))
+    critic = TwinMLP(args.agent_width, 1).init(key_critic, jnp.zeros(env.state_size + env.action_size))
+    adam = optax.adam(args.learning_rate)
+    return Agent(init_model(adam, actor), init_model(adam, critic), critic, init_model(adam, jnp.zeros(())))
+
+
+def init_replay(args, env):
+    shape = (args.replay_size, args.num_envs)
+    return Replay(
+        obs=jnp.zeros((*shape, env.state_size)),
+        action=jnp.zeros((*shape, env.action_size)),
+        terminated=jnp.zeros(shape, bool),
+        truncated=jnp.zeros(shape, bool),
+        time=jnp.int32(0),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def init_state(args, env):
+    """The whole state of a run: everything that a checkpoint holds."""
+    key, key_env, key_agent, key_encoder, key_forward, key_inverse = jax.random.split(jax.random.PRNGKey(args.seed), 6)
+    encoder = MLP(args.encoder_width, args.feature_dim)
+    forward_model = MLP(args.encoder_width, args.feature_dim, 1)
+    inverse_model = MLP(args.encoder_width, env.action_size, 1)
+    params = {
+        "encoder": encoder.init(key_encoder, jnp.zeros(env.state_size)),
+        "forward": forward_model.init(key_forward, jnp.zeros(args.feature_dim + env.action_size)),
+        "inverse": inverse_model.init(key_inverse, jnp.zeros(2 * args.feature_dim)),
+    }
+    return TrainState(
+        key=key,
+        iteration=jnp.int32(0),
+        env=jax.vmap(env.reset)(jax.random.split(key_env, args.num_envs)),
+        episode_step=jnp.zeros(args.num_envs, jnp.int32),
+        coverage=init_coverage(env),
+        replay=init_replay(args, env),
+        agent=init_agent(args, env, key_agent),
+        model=init_model(optax.adam(args.learning_rate), params),
+    )
+
+
+# ==================================================================================================== appendix
+# What a reader of the method does not need: coverage, environments, the run's folder, pictures, and main.
+
+
+# ---------------------------------------------------------------------------------------------------- coverage
+BIN = 0.5  # metres; coverage is the number of bins of this size that were visited
+
+
+@flax.struct.dataclass
+class Coverage:
+    visited: jax.Array  # (bins,) bool
+    outside: jax.Array  # () visits outside the grid
+
+
+def init_coverage(env):
+    return Coverage(jnp.zeros(np.prod(env.grid_shape), bool), jnp.int32(0))
+
+
+def bin_index(env, obs):
+    """Flat index of the bin that each state (..., state_size) is in; one past the last bin if outside the grid."""
+    index = jnp.floor((obs[..., : env.position_size] - env.low) / BIN)
+    inside = jnp.all((index >= 0) & (index < np.array(env.grid_shape)), axis=-1)
+    strides = np.cumprod((1, *env.grid_shape[:0:-1]))[::-1]
+    return jnp.where(inside, jnp.sum(index.astype(jnp.int32) * strides, axis=-1), np.prod(env.grid_shape))
+
+
+def mark_visited(coverage, index):
+    """The index one past the last bin, outside the grid, is dropped from the bins and counted."""
+    visited = coverage.visited.at[index].set(True)
+    return Coverage(visited, coverage.outside + jnp.sum(index == len(visited)))
+
+
+def coverage_metrics(coverage):
+    return {"coverage": jnp.sum(coverage.visited), "outside": coverage.outside}
+
+
+def replay_entropy(env, replay):
+    """Entropy (nats) of the visited bins in the replay: when it falls, the agents gather in one place."""
+    written = jnp.arange(len(replay.obs))[:, None] < replay.time
+    counts = jnp.zeros(np.prod(env.grid_shape) + 1, jnp.int32).at[bin_index(env, replay.obs)].add(written)
+    p = counts / jnp.sum(counts)
+    return -jnp.sum(p * jnp.log(jnp.maximum(p, 1e-20)))
+
+
+# ------------------------------------------------------------------------------------------------ environments
+MAZES = {  # 1 wall, r start, 0 free; row i and column j stand at x = i * cell, y = j * cell
+    "u": "11111 1r001 11101 10001 11111",
+    "large": "11111111 1r011001 10010001 11000111 10010001 10100101 10001001 11111111",
+    "hardest": "111111111111 1r0001000001 101101010101 100000010001 101111011101 100101000001 110101010111 "
+               "100100010001 111111111111",
+}  # fmt: skip
+
+
+@flax.struct.dataclass
+class EnvState:
+    physics: Any  # the point's (x, y, vx, vy), or a Brax pipeline state
+    obs: jax.Array  # (state_size,) what the policy and the encoders see; the first position_size are the position
+    terminated: jax.Array  # () bool: unhealthy
+
+
+class Maze:
+    """What all mazes share: cells, the bounds of the coverage grid, outlines for the pictures."""
+
+    def __init__(self, maze):
+        cells = np.array([list(row) for row in MAZES[maze].split()])
+        half = self.cell / 2
+        self.is_wall = cells == "1"
+        self.start = np.argwhere(cells == "r")[0] * self.cell
+        self.walls = np.argwhere(cells == "1") * self.cell  # (walls, 2) centres
+        self.free = np.argwhere(cells == "0") * self.cell
+        self.low = np.array([-half, -half, 0.0])[: self.position_size]
+        self.high = np.array([*(np.array(cells.shape) - 0.5) * self.cell, 2.5])[: self.position_size]
+        self.grid_shape = tuple(np.round((self.high - self.low) / BIN).astype(int))  # bins along each axis
+        self.outlines = [(x - half, y - half, self.cell, self.cell) for x, y in self.walls]
+        bins_per_cell = round(self.cell / BIN) ** 2
+        self.free_bins = (len(self.free) + 1) * bins_per_cell if self.position_size == 2 else None  # unknown in 3-D
+
+
+class PointMaze(Maze):
+    """A disc that is pushed around, in closed form: over a million steps a second on one core."""
+
+    state_size = 4
+    action_size = 2
+    position_size = 2
+    cell = 4.0
+    radius = 0.4
+
+    def reset(self, key):
+        position = self.start + jax.random.uniform(key, (2,), minval=-0.1, maxval=0.1)
+        physics = jnp.concatenate([position, jnp.zeros(2)])
+        return EnvState(physics, physics, jnp.zeros((), bool))
+
+    def blocked(self, p):
+        """Does the disc at p overlap a wall? It reaches no further than the cells under its square's corners."""
+        corners = p + self.radius * np.array([(-1, -1), (-1, 1), (1, -1), (1, 1)], np.float32)
+        cells = jnp.round(corners / self.cell).astype(jnp.int32)  # (4, 2)
+        nearest = jnp.clip(p, (cells - 0.5) * self.cell, (cells + 0.5) * self.cell)
+        touches = jnp.sum((p - nearest) ** 2, axis=-1) < self.radius**2
+        return jnp.any(touches & jnp.asarray(self.is_wall)[cells[:, 0], cells[:, 1]])
+
+    def step(self, state, action):
+        p = state.physics[:2]
+        v = 0.9 * state.physics[2:] + 0.05 * jnp.clip(action, -1.0, 1.0)
+        for axis in np.eye(2, dtype=np.float32):  # a wall stops the component of v that meets it
+            v = jnp.where(self.blocked(p + v * axis), v * (1 - axis), v)
+            p = p + v * axis
+        physics = jnp.concatenate([p, v])
+        return EnvState(physics, physics, jnp.zeros((), bool))
+
+    def frame(self, physics):
+        return physics[:16, :2]  # the positions of 16 points, for the picture of the last steps
+
+
+class BraxMaze(Maze):
+    """A robot that comes with Brax, among wall boxes of half a cell's height."""
+
+    def __init__(self, maze):
+        super().__init__(maze)
+        spec = mujoco.MjSpec.from_file(str(Path(brax.__file__).parent / "envs/assets" / self.xml))
+        spec.option.timestep = self.timestep
+        self.edit(spec)
+        half = self.cell / 2
+        for x, y in self.walls:
+            box = {"type": mujoco.mjtGeom.mjGEOM_BOX, "pos": (x, y, half / 2), "size": (half, half, half / 2)}
+            spec.worldbody.add_geom(contype=1, conaffinity=1, **box)
+        spec.compile()
+        # MJX's broad phase: only the nearest pairs of each kind (by bounding spheres) are collided, only the deepest
+        # points are kept. The two numbers must come first: MJX 3.17 looks for the i-th one at numeric_data[i].
+        broad_phase = "".join(f'<numeric name="max_{k}" data="{v}"/>' for k, v in self.broad_phase.items())
+        self.sys = mjcf.loads(spec.to_xml().replace("<custom>", "<custom>" + broad_phase, 1))  # fuses jointless bodies
+        self.action_size = self.sys.act_size()
+
+    def from_q(self, q, qd):
+        return self.state(brax.spring.pipeline.init(self.sys, q, qd), jnp.zeros(self.action_size))
+
+    def step(self, state, action):
+        control = action * self.action_scale
+        substep = lambda _, physics: brax.spring.pipeline.step(self.sys, physics, control)
+        return self.state(jax.lax.fori_loop(0, 10, substep, state.physics), control)
+
+    def state(self, physics, control):
+        z = physics.x.pos[0, 2]
+        low, high = self.healthy
+        return EnvState(physics, self.observe(physics, control), (z < low) | (z > high))
+
+    def frame(self, physics):
+        return jax.tree.map(lambda x: x[0], physics.x)  # the links of the first environment, for the viewer
+
+
+class AntMaze(BraxMaze):
+    xml = "ant.xml"
+    state_size = 29
+    position_size = 2
+    cell = 4.0
+    timestep = 0.005
+    healthy = (0.2, 1.0)
+    action_scale = 1.0
+    broad_phase = {"geom_pairs": 8, "contact_points": 12}
+
+    def edit(self, spec):
+        for geom in spec.geoms:  # these collide with the walls
+            if geom.name.startswith(("torso", "aux")) or "foot" in geom.name:
+                geom.conaffinity = 1
+
+    def reset(self, key):
+        key_q, key_qd = jax.random.split(key)
+        q = self.sys.init_q + jax.random.uniform(key_q, (15,), minval=-0.1, maxval=0.1)
+        return self.from_q(q.at[:2].set(self.start), 0.1 * jax.random.normal(key_qd, (14,)))
+
+    def observe(self, physics, control):
+        return jnp.concatenate([physics.q, physics.qd])
+
+
+class HumanoidMaze(BraxMaze):
+    xml = "humanoid.xml"
+    state_size = 268
+    position_size = 3
+    cell = 2.0
+    timestep = 0.0015
+    healthy = (1.0, 2.0)
+    action_scale = 0.4
+    broad_phase = {"geom_pairs": 20, "contact_points": 12}
+
+    def edit(self, spec):
+        for geom in spec.geoms:  # every geom collides with floor and walls, none with another of the robot
+            geom.contype = int(geom.name != "floor")
+        for motor, gear in zip(spec.actuators, [350] * 11 + [100] * 6):
+            motor.gear[0] = gear
+        # the goal of the maze task, which nobody is told to reach: its position and velocity are part of the state
+        target = spec.worldbody.add_body(name="target", pos=(0, 0, 1.25))
+        for axis in ((1, 0, 0), (0, 1, 0)):
+            target.add_joint(type=mujoco.mjtJoint.mjJNT_SLIDE, axis=axis, limited=0)
+        target.add_geom(type=mujoco.mjtGeom.mjGEOM_SPHERE, size=(0.5, 0, 0), mass=1, contype=0, conaffinity=0)
+
+    def reset(self, key):
+        target = jax.random.choice(key, jnp.asarray(self.free, jnp.float32))
+        return self.from_q(self.sys.init_q.at[:2].set(self.start).at[-2:].set(target), jnp.zeros(self.sys.qd_size()))
+
+    def observe(self, physics, control):
+        x = physics.x
+        # the spring backend works with unit inertias (spring_inertia_scale 1 in humanoid.xml)
+        inertia = self.sys.link.inertia
+        inertia = inertia.replace(i=jnp.broadcast_to(jnp.eye(3), inertia.i.shape))
+        mass = inertia.mass[:, None]
+        x_i = x.vmap().do(inertia.transform)  # centres of mass of the links
+        com = jnp.sum(mass * x_i.pos, axis=0) / jnp.sum(mass)
+        about_com = x_i.replace(pos=x_i.pos - com).vmap().do(inertia).i.reshape(-1, 9)
+        velocity = base.Transform.create(pos=x_i.pos - x.pos).vmap().do(physics.xd)
+        velocities = jnp.hstack([velocity.vel * mass / jnp.sum(mass), velocity.ang])
+        torque = actuator.to_tau(self.sys, control, physics.q, physics.qd)
+        inertias = jnp.hstack([about_com, mass])
+        return jnp.concatenate([physics.q, physics.qd, inertias.ravel(), velocities.ravel(), torque])
+
+
+PANDA = np.array("""
+    0      0    .333  0 4.970684 .003875 .002081 -.04762 .70337 .70661 .009117 -.000139 .006772 .019169 -2.8973 2.8973
+    0      0    0    -1 .646926 -.003141 -.02872 .003495 .007962 .02811 .025995 -.003925 .010254 .000704 -1.7628 1.7628
+    0     -.316 0  1 3.228604 .027518 .039252 -.066502 .037242 .036155 .01083 -.004761 -.011396 -.012805 -2.8973 2.8973
+    .0825  0    0  1 3.587895 -.05317 .104419 .027454 .025853 .019552 .028323 .007796 -.001332 .008641 -3.0718 -.0698
+   -.0825  .384 0 -1 1.225946 -.011953 .041065 -.038437 .035549 .029474 .008627 -.002117 -.004037 .000229 -2.8973 2.8973
+    0      0    0  1 1.666555 .060149 -.014117 -.010517 .001964 .004354 .005433 .000109 -.001158 .000341 -.0175 3.7525
+    .088   0    0  1 .735522 .010517 -.004252 .061597 .012516 .010027 .004815 -.000428 -.001196 -.000741 -2.8973 2.8973
+""".split(), float).reshape(7, 16)  # fmt: skip
+# links 1-7: position in the parent (3), quarter turns about x, mass, centre of mass (3), inertia xx, yy, zz, xy, xz,
+# yz, and the joint's range
+
+
+class ArmBinpick:
+    """A Franka Panda, and a cube in the blue one of two bins. Primitive geoms, which collide in listed pairs only."""
+
+    state_size = 18
+    action_size = 5
+    position_size = 3
+    free_bins = None  # unknown in 3-D
+    start = np.array([-0.3, 0.6])
+    low = np.array([-8.0, -8.0, -1.0])
+    high = np.array([8.0, 8.0, 4.0])
+    grid_shape = (32, 32, 10)
+    default_q = np.array([1.571, 0.742, 0, -1.571, 0, 3.054, 1.449, 0.04, 0.04])
+    sides = np.array([(-195, -195, 390, 10), (-195, 185, 390, 10), (185, -185, 10, 370), (-195, -185, 10, 370)]) / 1000
+    outlines = [*(sides + (-0.3, 0.6, 0, 0)), *(sides + (0.3, 0.6, 0, 0))]  # of the blue and the red bin
+
+    def __init__(self):
+        text = lambda numbers: " ".join(map(str, numbers))
+        bins = "".join(f"""<geom name="bin{i}" type="box" pos="{x + width / 2} {y + depth / 2} .033"
+            size="{width / 2} {depth / 2} .033"/>"""
+            for i, (x, y, width, depth) in enumerate(self.outlines))  # fmt: skip
+        links = "".join(f"""<body pos="{text(row[:3])}" quat="1 {row[3]} 0 0">
+            <inertial mass="{row[4]}" pos="{text(row[5:8])}" fullinertia="{text(row[8:14])}"/>
+            <joint name="joint{i}" axis="0 0 1" range="{text(row[14:])}"/>"""
+            for i, row in enumerate(PANDA))  # fmt: skip
+        # the hand is rigid on link 7, turned by 45 degrees; its mass is not counted, as in the recordings
+        c = np.cos(np.pi / 8)
+        s = np.sin(np.pi / 8)
+        fingers = "".join(f"""<body pos="0 0 .1654" quat="{quat}">
+            <inertial mass=".015" pos="0 0 0" diaginertia="2.375e-6 2.375e-6 7.5e-7"/>
+            <joint name="joint{i}" type="slide" axis="0 1 0" range="0 .05" damping="5" armature=".1"/>
+            <geom name="finger{i}" type="box" size=".015 .005 .04" pos="0 .0055 .035"/>
+            </body>"""
+            for i, quat in ((7, f"{c} 0 0 {-s}"), (8, f"{s} 0 0 {c}")))  # fmt: skip
+        gains = [(4500, 4500, 87)] * 2 + [(2000, 3500, 87)] * 2 + [(1000, 2000, 12)] * 3 + [(0.09804, 500, 500)] * 2
+        motors = "".join(f"""<general joint="joint{i}" gainprm="{gain}" biastype="affine" forcerange="{-limit} {limit}"
+            biasprm="0 {-stiffness} {-stiffness / 10}" ctrlrange="{text([*PANDA[:, 14:], (0, 255), (0, 255)][i])}"/>"""
+            for i, (gain, stiffness, limit) in enumerate(gains))  # fmt: skip
+        fixed = ["table", *(f"bin{i}" for i in range(8))]
+        pairs = [(name, other) for name in ("hand", "finger7", "finger8", "cube") for other in fixed]
+        pairs += [("hand", "cube"), ("finger7", "finger8"), ("finger7", "cube"), ("finger8", "cube")]
+        self.sys = mjcf.load_model(mujoco.MjModel.from_xml_string(f"""<mujoco><compiler angle="radian"/>
+            <option timestep=".002" iterations="6" ls_iterations="12" integrator="implicitfast" impratio="10"/>
+            <custom><numeric name="max_geom_pairs" data="10"/><numeric name="max_contact_points" data="24"/></custom>
+            <default><geom contype="0" conaffinity="0"/></default>
+            <worldbody>
+                <body pos="-.3 .6 .07"><freejoint/><geom name="cube" type="box" size=".03 .03 .03"/></body>
+                <geom name="table" type="plane" pos="0 .2 0" size="2.8 2.4 .1"/> {bins} {links}
+                <geom name="hand" type="capsule" size=".04 .06" pos="0 0 .142" quat="{c} {c} {-s} {-s}"/>
+                {fingers} {"</body>" * len(PANDA)}
+            </worldbody>
+            <contact>{"".join(f'<pair geom1="{a}" geom2="{b}"/>' for a, b in pairs)}</contact>
+            <equality><joint joint1="joint7" joint2="joint8" solref=".005 1" solimp=".95 .99 .001 .5 2"/></equality>
+            <actuator>{motors}</actuator></mujoco>"""))  # fmt: skip
+
+    def forward(self, data):
+        """mjx.forward with our own kinematics: XLA on a CPU would compute each link's pose again for everything that
+        hangs on it, which takes 30 times longer than all the rest. The barriers forbid that."""
+        model = self.sys
+        rotate = brax.math.rotate
+        multiply = brax.math.quat_mul
+        matrix = brax.math.quat_to_3x3
+        cube = data.qpos[3:7] / jnp.linalg.norm(data.qpos[3:7])
+        positions = [jnp.zeros(3), data.qpos[:3]]  # world, cube
+        rotations = [jnp.array([1.0, 0.0, 0.0, 0.0]), cube]
+        for i, parent in enumerate(model.body_parentid[2:], 2):  # seven hinges about z, two slides along y
+            x = positions[parent] + rotate(model.body_pos[i], rotations[parent])
+            turn = multiply(rotations[parent], model.body_quat[i])
+            q = data.qpos[i + 5]
+            if i < 9:
+                turn = multiply(turn, jnp.stack([jnp.cos(q / 2), 0.0, 0.0, jnp.sin(q / 2)]))
+            else:
+                x = x + q * rotate(jnp.array([0.0, 1.0, 0.0]), turn)
+            x, turn = jax.lax.optimization_barrier((x, turn))
+            positions.append(x)
+            rotations.append(turn)
+        xpos = jnp.stack(positions)
+        xquat = jnp.stack(rotations)
+        xmat = jax.vmap(matrix)(xquat)
+
+        @jax.vmap
+        def place(x, turn, local_x, local_turn):
+            return x + rotate(local_x, turn), matrix(multiply(turn, local_turn))
+
+        xipos, ximat = place(xpos, xquat, model.body_ipos, model.body_iquat)
+        geom = model.geom_bodyid
+        geom_xpos, geom_xmat = place(xpos[geom], xquat[geom], model.geom_pos, model.geom_quat)
+        xaxis = jnp.concatenate([jnp.array([[0.0, 0.0, 1.0]]), xmat[2:9, :, 2], xmat[9:, :, 1]])
+        data = data.replace(qpos=data.qpos.at[3:7].set(cube), xpos=xpos, xquat=xquat, xmat=xmat, xanchor=xpos[1:])
+        data = data.replace(xaxis=xaxis, xipos=xipos, ximat=ximat, geom_xpos=geom_xpos, geom_xmat=geom_xmat)
+        for stage in (mjx.com_pos, mjx.crb, mjx.factor_m, mjx.collision, mjx.make_constraint, mjx.transmission,
+                      mjx.fwd_velocity, mjx.fwd_actuation, mjx.fwd_acceleration, mjx.solve):  # fmt: skip
+            data = stage(model, data)
+        return data
+
+    def from_q(self, q, qd):
+        return self.state(self.forward(mjx.make_data(self.sys).replace(qpos=q, qvel=qd)))
+
+    def reset(self, key):
+        cube = self.start + jax.random.uniform(key, (2,), minval=-0.15, maxval=0.15)
+        return self.from_q(jnp.concatenate([cube, jnp.array([0.07, 1, 0, 0, 0, *self.default_q])]), jnp.zeros(15))
+
+    def step(self, state, action):
+        """Targets of joints 1, 2, 4, 6, from [-1, 1] to their ranges; a positive last action closes the gripper."""
+        low = np.array([0.3491, 0, -3.0718, 2.3562])
+        high = np.array([2.7925, 1.48353, -0.0698, 3.7525])
+        j1, j2, j4, j6 = low + (action[:4] + 1) / 2 * (high - low)
+        grip = jnp.where(action[4] > 0, 0.0, 255.0)
+        data = state.physics.replace(ctrl=jnp.stack([j1, j2, 0.0, j4, 0.0, j6, 1.4487, grip, grip]))
+        return self.state(jax.lax.fori_loop(0, 25, lambda _, data: mjx.implicit(self.sys, self.forward(data)), data))
+
+    def state(self, data):
+        hand = 8  # bodies
+        left = 9
+        right = 10
+        offset = data.xpos[hand] - data.subtree_com[2]
+        velocity = data.cvel[hand, 3:] + jnp.cross(data.cvel[hand, :3], offset)
+        finger_distance = jnp.linalg.norm(data.xpos[left] - data.xpos[right])
+        gripper_force = 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19
+        gripper = jnp.stack([finger_distance, gripper_force])
+        obs = jnp.concatenate([data.qpos[:3], data.qpos[7:14], data.xpos[hand], velocity, gripper])
+        return EnvState(data, obs, jnp.zeros((), bool))
+
+    def frame(self, data):
+        return base.Transform(pos=data.xpos[0, 1:], rot=data.xquat[0, 1:])  # the bodies of the first environment
+
+
+@functools.cache
+def make_env(name):
+    robot, maze = name.split("_")[:2]
+    mazes = {"point": PointMaze, "ant": AntMaze, "humanoid": HumanoidMaze}
+    return ArmBinpick() if robot == "arm" else mazes[robot](maze)
+
+
+def step_envs(args, env, starts, now, episode_step, action):
+    """One step in every environment; an episode that ends goes on from its place in starts. Returns the scan carry
+    (state, episode_step) and the transition (terminated, truncated, bin before the reset, frame)."""
+    with jax.default_matmul_precision("highest"):  # no TF32 in the physics
+        after = jax.vmap(env.step)(now, action)
+    terminated = after.terminated | ~jnp.all(jnp.isfinite(after.obs), axis=-1)  # physics that blew up ends too
+    truncated = (episode_step + 1 >= args.episode_length) & ~terminated
+    done = terminated | truncated
+
+    def restart(start, x):
+        return jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start, x)
+
+    carry = (jax.tree.map(restart, starts, after), jnp.where(done, 0, episode_step + 1))
+    return carry, (terminated, truncated, bin_index(env, after.obs), env.frame(after.physics))
+
+
+# ----------------------------------------------------------------------------------- run folder and checkpoint
+METRICS = """iteration steps seconds steps_per_second coverage outside replay_entropy icm_loss forward_loss inverse_loss
+    feature_variance reward_mean reward_std critic_loss q_target actor_loss entropy alpha_loss alpha
     parameter_norm""".split()  # the columns of metrics.csv
 
 
@@ -688,8 +848,11 @@ def fail(message, code=2):
 
 
 def clock(seconds):
-    unit, name = (1, "s") if seconds < 90 else (60, "min") if seconds < 5400 else (3600, "h")
-    return f"{seconds / unit:,.{int(unit > 1)}f} {name}"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:,.1f} h"
 
 
 def write_atomically(path, write):
@@ -705,113 +868,197 @@ def write_atomically(path, write):
         temporary.unlink(missing_ok=True)
 
 
+def leaf_name(path):
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def save_checkpoint(path, state):
-    leaves = {jax.tree_util.keystr(name): np.asarray(x) for name, x in jax.tree_util.tree_leaves_with_path(state)}
-    write_atomically(path, lambda file: file.write(flax.serialization.msgpack_serialize(leaves)))
+    """Every array of the state under its name. np.savez fetches and writes them one after the other."""
+    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(state)}
+    write_atomically(path, lambda file: np.savez(file, **leaves))
 
 
 def load_checkpoint(path, template):
-    """The state in path, which must have the structure and the shapes of template."""
+    """The state in path, whose arrays must have the names, shapes and dtypes of template."""
+
+    def restore(name, expected):
+        array = file[leaf_name(name)]
+        if (array.shape, array.dtype) != (expected.shape, expected.dtype):
+            found = f"{array.dtype}{list(array.shape)}, not {expected.dtype}{list(expected.shape)}"
+            raise ValueError(f"{leaf_name(name)} is {found}")
+        return jnp.array(array)
+
     try:
-        leaves = flax.serialization.msgpack_restore(path.read_bytes())
-        restore = lambda name, x: jnp.asarray(leaves[jax.tree_util.keystr(name)], x.dtype).reshape(x.shape)
-        return jax.tree_util.tree_map_with_path(restore, template)
-    except Exception as error:  # no file, half a file, a file that does not fit: each has its own
-        fail(f"{path} is no checkpoint of this run ({error!r}): put a copy in its place, or start without --resume")
+        with np.load(path, allow_pickle=False) as file:
+            return jax.tree_util.tree_map_with_path(restore, template)
+    except Exception as error:  # missing, truncated and mismatched files raise different exceptions
+        fail(f"{path} is no checkpoint of this run ({error}): put a copy in its place, or start without --resume")
 
 
-def start_run(args, init, buffer, flops):
-    """The run's folder, its state (from init() or the checkpoint), and the seconds it took so far. The flops are those
-    of an iteration; buffer says what takes the memory."""
-    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, state, iteration, rows = Path(args.resume or f"{args.run_dir}/{name}"), None, 0, []
+def read_metrics(path, iteration):
+    """The rows of metrics.csv up to an iteration, as dictionaries."""
+    try:
+        with open(path, newline="") as file:
+            reader = csv.DictReader(file)
+            rows = [row for row in reader if None not in row.values()]  # a kill may have cut the last one
+    except (OSError, csv.Error) as error:
+        fail(f"{path}: {error}; it belongs to the checkpoint beside it")
+    if reader.fieldnames != METRICS:
+        fail(f"{path} is of another version of this script")
+    return [row for row in rows if int(row["iteration"]) <= iteration]
+
+
+def write_metrics(path, rows):
+    text = io.StringIO()
+    writer = csv.DictWriter(text, METRICS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+
+
+def nbytes(tree):
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def check_memory(args, template):
+    """One line and exit code 2, before anything is allocated, if the state of the run does not fit the device."""
+    device = jax.devices()[0]
+    limits = device.memory_stats() or {}  # a CPU has none
+    there = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if nbytes(template) > there:
+        needed = f"the state of the run needs {nbytes(template) / 1e9:,.1f} GB"
+        fail(f"--num-envs {args.num_envs}: {needed}, the device ({device.platform}) has {there / 1e9:,.1f} GB")
+
+
+def start_run(args, init, template, buffers):
+    """Make the run's folder, or open the one to resume. Returns it, the state (init(), or the checkpoint's) and the
+    seconds spent so far. template has the state's shapes; buffers says in words what takes the memory."""
+    check_memory(args, template)
+    state = None
+    rows = []
     if args.resume:
-        state = load_checkpoint(folder / "checkpoint.msgpack", jax.eval_shape(init))
-        header, *rows = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
-        if header != METRICS:
-            fail(f"{folder}/metrics.csv is of another version of this script")
-        iteration = int(state.iteration)
-        rows = [row for row in rows if len(row) == len(METRICS) and int(row[0]) <= iteration]
-    if iteration >= args.num_iterations:
-        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    folder.mkdir(parents=True, exist_ok=bool(args.resume))
+        folder = Path(args.resume)
+        state = load_checkpoint(folder / "checkpoint.npz", template)
+        rows = read_metrics(folder / "metrics.csv", int(state.iteration))
+        if state.iteration >= args.num_iterations:
+            fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
+    else:
+        name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = Path(args.run_dir) / name
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
     config = json.dumps(dataclasses.asdict(args) | {"resume": ""}, indent=1)
-    table = "".join(",".join(row) + "\n" for row in [METRICS, *rows])
     write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
-    write_atomically(folder / "metrics.csv", lambda file: file.write(table.encode()))
+    write_metrics(folder / "metrics.csv", rows)
 
-    device, x = jax.devices()[0], jnp.ones((1024, 1024))
-    multiply = jax.jit(jnp.matmul).lower(x, x).compile()
-    began = time.time()
-    jax.block_until_ready(multiply(x, x))
-    seconds = 2 * flops * (args.num_iterations - iteration) * (time.time() - began) / 2**31  # half a product's rate
-    expected = f"expected time about {clock(seconds)} for learning, plus the environments'" if flops else "no learning"
+    device = jax.devices()[0]
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"device {device.platform} ({device.device_kind}), {buffer}, {expected}", flush=True)
+    print(f"device {device.platform} ({device.device_kind}), {buffers}", flush=True)
     if device.platform == "cpu" and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
-    return folder, state or init(), float(rows[-1][METRICS.index("seconds")]) if rows else 0.0
+    seconds = float(rows[-1]["seconds"]) if rows else 0.0
+    return folder, state or init(), seconds
 
 
-def show_progress(args, row, learning):
-    """One line that is rewritten on a terminal; elsewhere a line for each twentieth of the run."""
-    done, live, rate = row["iteration"] / args.num_iterations, sys.stdout.isatty(), row["steps_per_second"]
-    left = f"{clock(row['steps'] * (1 / done - 1) / rate)} left   " if learning else "not learning yet"
-    if live or done == 1 or row["iteration"] % -(-args.num_iterations // 20) == 0:
-        name = next(name for name in METRICS[4:] if name in row)  # coverage, or achievements
-        result = f"{name} {round(row[name], 2):,.10g}"
-        bar = f"[{'#' * int(30 * done):30}] {done:4.0%}  {result}  {rate:,.0f} steps/s  {left}"
-        print(bar, end="\r" if live and done < 1 else "\n", flush=True)
+def compile_iteration(args, env, state):
+    """train_iteration for this state, compiled now, so that the first iteration is timed like the others."""
+    began = time.time()
+    iterate = train_iteration.lower(args, env, state).compile()
+    print(f"compiled in {clock(time.time() - began)}", flush=True)
+    return iterate
 
 
-def iterations(args, folder, state, seconds, steps, iterate):
-    """The state, a row of metrics, and whatever else iterate returns, after each iteration. Writes metrics.csv and,
-    when the caller is done with the iteration, the checkpoint; shows the progress; stops at Ctrl-C, at SIGTERM, and
-    when a metric is not finite (-inf means: no value yet)."""
+def finite_metrics(args, folder, iteration, metrics):
+    """The metrics as numbers. One that is not finite ends the run; before the first update nan means: no value yet."""
+    values = {name: float(metrics[name]) for name in METRICS if name in metrics}
+    missing = {name: x for name, x in values.items() if not math.isfinite(x)}
+    for name, x in missing.items():
+        if iteration >= args.first_update:
+            fail(f"iteration {iteration}: {name} is {x}; the last good checkpoint, if any, is kept in {folder}", code=1)
+    return {name: x for name, x in values.items() if name not in missing}
+
+
+def show_progress(args, bar, row):
+    """On a terminal tqdm's bar; elsewhere a line for each twentieth of the run."""
+    name = "coverage" if "coverage" in row else "achievements"
+    result = f"{name} {round(row[name], 2):,.10g}, {row['steps_per_second']:,.0f} steps/s"
+    iterations_left = args.num_iterations - row["iteration"]
+    if not bar.disable:
+        bar.set_postfix_str(result, refresh=False)
+        bar.update()
+    elif row["iteration"] % math.ceil(args.num_iterations / 20) == 0 or not iterations_left:
+        left = f"{clock(iterations_left * args.steps_per_iteration / row['steps_per_second'])} left"
+        when = left if row["iteration"] >= args.first_update else "not learning yet"
+        print(f"{row['iteration'] / args.num_iterations:4.0%}  {result}, {when}", flush=True)
+
+
+def iterations(args, folder, state, seconds, iterate):
+    """Yield (state, row of metrics, whatever else iterate returns) after each iteration. Writes metrics.csv, shows the
+    progress, and saves checkpoints when the caller is done with the iteration. Stops at Ctrl-C and SIGTERM."""
     if args.track:
         import wandb
 
         wandb.init(project="ctec", id=folder.name, resume="allow", config=dataclasses.asdict(args), dir=folder)
-    log, stop, recent, saved, learning = open(folder / "metrics.csv", "a"), [], [], time.time(), False
-    handlers = {number: signal.signal(number, lambda number, _: stop.append(number)) for number in (2, 15)}
+    received = []  # signals
+    handle = lambda number, _: received.append(signal.Signals(number))
+    handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    first = int(state.iteration) + 1
+    layout = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
+    bar = tqdm(total=args.num_iterations, initial=first - 1, bar_format=layout, disable=None)  # None: if no terminal
+    log = open(folder / "metrics.csv", "a", newline="")
+    writer = csv.DictWriter(log, METRICS, lineterminator="\n")
+    recent = collections.deque(maxlen=20)  # seconds of the latest iterations, without those before the first update
+    saved = time.time()
     try:
-        for iteration in range(int(state.iteration) + 1, args.num_iterations + 1):
-            began, last = time.time(), iteration == args.num_iterations
+        for iteration in range(first, args.num_iterations + 1):
+            began = time.time()
             state, metrics, *more = iterate(state)
-            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-            spent, values = time.time() - began, {name: metrics[name] for name in METRICS if name in metrics}
-            bad = [name for name, x in values.items() if not np.isfinite(x) and (learning or x != -np.inf)]
-            if bad:
-                words = f"iteration {iteration}: {bad[0]} is {values[bad[0]]}"
-                fail(f"{words}; the last good checkpoint, if there was one, is untouched in {folder}", code=1)
-            learning, seconds = -np.inf not in values.values(), seconds + spent
-            recent = [*recent[-19:], spent] if learning else []
-            row = {"iteration": iteration, "steps": iteration * steps, "seconds": round(seconds, 1)}
-            row |= {"steps_per_second": round(steps * max(len(recent), 1) / sum(recent or [spent]), 1)}
-            row |= {name: x for name, x in values.items() if np.isfinite(x)}
-            log.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
+            metrics = jax.device_get(metrics)
+            spent = time.time() - began
+            seconds += spent
+            if iteration <= args.first_update:
+                recent.clear()
+            recent.append(spent)
+
+            values = finite_metrics(args, folder, iteration, metrics)
+            rate = len(recent) * args.steps_per_iteration / sum(recent)
+            row = {"iteration": iteration, "steps": iteration * args.steps_per_iteration}
+            row |= {"seconds": round(seconds, 1), "steps_per_second": round(rate, 1)} | values
+            writer.writerow(row)
             log.flush()
-            show_progress(args, row, learning)
             if args.track:
                 wandb.log(row, step=row["steps"])
+            show_progress(args, bar, row)
             yield state, row, *more
-            if stop or last or time.time() - saved >= 60 * args.checkpoint_minutes:
+
+            last = iteration == args.num_iterations
+            if received or last or time.time() - saved >= 60 * args.checkpoint_minutes:
                 try:
-                    save_checkpoint(folder / "checkpoint.msgpack", state)
-                except OSError as error:  # a full disk may have room again before the next one
-                    if stop or last:
+                    save_checkpoint(folder / "checkpoint.npz", state)
+                except (OSError, MemoryError) as error:  # there may be room again before the next one
+                    if received or last:
                         raise
-                    print(f"\nwarning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+                    bar.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
                 saved = time.time()
-            if stop and not last:
-                go_on = f"go on with: python {Path(__file__).name} --resume {folder}"
-                fail(f"stopped by signal {stop[0]}; {go_on}", code=128 + stop[0])
+            if received and not last:
+                bar.close()
+                resume = f"python {Path(__file__).name} --resume {folder}"
+                fail(f"stopped by {received[0].name}; go on with: {resume}", code=128 + received[0])
     finally:
+        bar.close()
+        log.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        log.close()
         if args.track:
             wandb.finish()
+
+
+# ---------------------------------------------------------------------------------------------------- pictures
+def picture_iterations(args):
+    """Five moments of a run, the end among them."""
+    return {round(k * args.num_iterations / 5) for k in range(1, 6)}
 
 
 def draw_places(axes, env, title, values=None, **style):
@@ -821,24 +1068,30 @@ def draw_places(axes, env, title, values=None, **style):
     axes.plot(*env.start, "o", color="red")
     axes.set(title=title, xlabel="x (m)", ylabel="y (m)", aspect="equal")
     if values is not None:
-        extent = env.low[0], env.high[0], env.low[1], env.high[1]
+        extent = (env.low[0], env.high[0], env.low[1], env.high[1])
         return axes.imshow(values.T, origin="lower", extent=extent, **style)
+
+
+def of_bins(env):
+    return f" of {env.free_bins:,}" if env.free_bins else ""
 
 
 def save_coverage(args, env, folder, visited, steps, frames):
     """coverage.png and .npz, and the last steps: rollout.html (Brax's viewer) or rollout.png (of 16 points)."""
     from matplotlib.figure import Figure
 
-    visited, of_bins = np.asarray(visited).reshape(env.grid), f" of {env.bins:,}" if env.bins else ""
+    visited = np.asarray(visited).reshape(env.grid_shape)
     write_atomically(folder / "coverage.npz", lambda file: np.savez(file, visited=visited, low=env.low, high=env.high))
-    figure, flat = Figure((7, 6), layout="constrained"), visited.reshape(*env.grid[:2], -1).any(axis=-1)
-    title = f"{args.env}: {visited.sum():,}{of_bins} bins in {steps:,} steps"
+    figure = Figure((7, 6), layout="constrained")
+    flat = visited.reshape(*env.grid_shape[:2], -1).any(axis=-1)
+    title = f"{args.env}: {visited.sum():,}{of_bins(env)} bins in {steps:,} steps"
     draw_places(figure.add_subplot(), env, title, np.where(flat, 0.6, np.nan), cmap="Blues", vmin=0, vmax=1)
     figure.savefig(folder / "coverage.png", dpi=100)
+
     frames = jax.tree.map(lambda *x: np.concatenate(x)[-args.episode_length :], *frames)
     if hasattr(env, "sys"):
-        places = [jax.tree.map(lambda x: x[t], frames) for t in range(len(frames.pos))]
-        states = [base.State(q=None, qd=None, x=x, xd=None, contact=None) for x in places]
+        poses = [jax.tree.map(lambda x, t=t: x[t], frames) for t in range(len(frames.pos))]
+        states = [base.State(q=None, qd=None, x=x, xd=None, contact=None) for x in poses]
         (folder / "rollout.html").write_text(html.render(env.sys, states))
     else:
         figure = Figure((7, 6), layout="constrained")
@@ -848,37 +1101,47 @@ def save_coverage(args, env, folder, visited, steps, frames):
         figure.savefig(folder / "rollout.png", dpi=100)
 
 
-# --------------------------------------------------------------------------------------------------------- main
+# -------------------------------------------------------------------------------------------------------- main
 def parse_args(argv=None):
-    """The paper's numbers, then the preset's, or those of the run that is resumed; explicit flags win."""
-
-    def parse(default):
-        try:
-            with contextlib.redirect_stderr(io.StringIO()) as box:
-                return tyro.cli(Args, args=argv, default=default, description=__doc__)
-        except SystemExit as stop:
-            if not stop.code:
-                raise
-            message = re.split("[─-]{4,}", box.getvalue())[1]  # the first part of tyro's framed one
-            fail(" ".join(re.sub("[│╮]", " ", message).split()).rstrip(".") + "; see --help")
-
-    args = parse(Args())
+    """Explicit flags win over the preset, the preset over the paper's changes for one robot, those over the defaults.
+    With --resume, explicit flags win over the arguments of the earlier run."""
+    parse = functools.partial(tyro.cli, Args, args=argv, description=__doc__)
+    args = parse()
     if not args.resume:
-        return parse(Args(**PAPER.get(args.env.split("_")[0], {}) | PRESETS[args.preset]))
+        robot = args.env.split("_")[0]
+        return parse(default=Args(**PAPER.get(robot, {}) | PRESETS[args.preset]))
     try:
-        return parse(Args(**json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume}))
+        earlier = json.loads((Path(args.resume) / "args.json").read_text())
+        default = Args(**earlier | {"resume": args.resume})
     except (OSError, ValueError, TypeError) as error:
         fail(f"--resume {args.resume}: it is not the folder of a run of this script ({error})")
+    return parse(default=default)
+
+
+MAY_BE_ZERO = ("seed", "checkpoint_minutes", "logsumexp_penalty", "noise", "forward_coef", "entropy_coef", "value_coef",
+               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum")  # fmt: skip
+AT_MOST_ONE = ("target_rate", "gae_lambda", "forward_weight")
+BELOW_ONE = ("gamma", "gamma_cl", "reward_momentum")
 
 
 def check_numbers(args):
     """One line and exit code 2 for a number that makes no sense."""
+    if not args.run_dir:
+        fail("--run-dir: it must not be empty")
     for name, value in dataclasses.asdict(args).items():
-        zero, number = re.search("seed|minutes|coef|penalty|random|video", name), type(value) in (int, float)
-        if number and not (value > 0 or (zero and value == 0)):
-            fail(f"--{name.replace('_', '-')} {value}: it must be {'at least' if zero else 'above'} 0")
-        if name.startswith("gamma") and value >= 1:
-            fail(f"--{name.replace('_', '-')} {value}: it must be below 1")
+        if type(value) not in (int, float):
+            continue
+        flag = f"--{name.replace('_', '-')} {value}"
+        if not math.isfinite(value):
+            fail(f"{flag}: it must be a finite number")
+        if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
+            fail(f"{flag}: it must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
+        if value > 1 and name in AT_MOST_ONE:
+            fail(f"{flag}: it must be at most 1")
+        if value >= 1 and name in BELOW_ONE:
+            fail(f"{flag}: it must be below 1")
+        if value >= 2**32 and name == "seed":
+            fail(f"{flag}: it must be below 2^32")
 
 
 def check_args(args):
@@ -893,39 +1156,34 @@ def check_args(args):
 
 def finish(env, folder, row):
     """The last lines of a run, and what main returns."""
-    pictures = ", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".html")))
-    of_bins = f" of {env.bins:,}" if env.bins else ""
-    print(f"coverage {row['coverage']:,.0f}{of_bins} bins after {row['steps']:,} steps in {clock(row['seconds'])}")
-    print(f"pictures {pictures}\nfolder   {folder}")
+    pictures = sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".html"))
+    print(f"coverage {row['coverage']:,.0f}{of_bins(env)} bins after {row['steps']:,} steps in {clock(row['seconds'])}")
+    print(f"pictures {', '.join(pictures)}")
+    print(f"folder   {folder}")
     return row | {"folder": str(folder)}
 
 
 def main(args):
     """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
     check_args(args)
-    if args.forward_weight > 1:
-        fail(f"--forward-weight {args.forward_weight}: it must be at most 1")
-    env, steps = make_env(args.env), args.num_envs * args.unroll_length
-    shapes = jax.eval_shape(lambda: init_state(args, env))
-    models = shapes.icm.params, shapes.agent.actor.params, shapes.agent.critic.params
-    flops = 6 * sum(x.size for x in jax.tree.leaves(models)) * args.batch_size * args.gradient_steps
-    replay = f"replay buffer {sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes.replay)) / 1e6:,.0f} MB"
-    folder, state, seconds = start_run(args, lambda: init_state(args, env), replay, flops)
-    moments = {round(k * args.num_iterations / 5) for k in range(1, 6)}
-    began, frames = time.time(), []
-    iterate = train_iteration.lower(args, env, state).compile()
-    print(f"compiled in {clock(time.time() - began)}", flush=True)
-    for state, row, frame in iterations(args, folder, state, seconds, steps, iterate):
-        frames = [*frames, jax.device_get(frame)][-(-(-args.episode_length // args.unroll_length)) :]
-        if row["iteration"] in moments:
-            save_coverage(args, env, folder, state.visited, row["steps"], frames)
+    env = make_env(args.env)
+    init = functools.partial(init_state, args, env)
+    template = jax.eval_shape(init)
+    buffers = f"replay buffer {nbytes(template.replay) / 1e6:,.0f} MB"
+    folder, state, seconds = start_run(args, init, template, buffers)
+    frames = collections.deque(maxlen=math.ceil(args.episode_length / args.unroll_length))
+    iterate = compile_iteration(args, env, state)
+    for state, row, frame in iterations(args, folder, state, seconds, iterate):
+        frames.append(jax.device_get(frame))
+        if row["iteration"] in picture_iterations(args):
+            save_coverage(args, env, folder, state.coverage.visited, row["steps"], frames)
     return finish(env, folder, row)
 
 
 if __name__ == "__main__":
     try:
         main(parse_args())
-    except OSError as error:  # a full disk, as a rule
+    except (OSError, MemoryError) as error:  # a full disk, as a rule
         fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
     except KeyboardInterrupt:
         fail("stopped before the first iteration", code=130)

@@ -3,24 +3,34 @@
 What exploration without learning covers, as a baseline of C-TeC (Mohamed et al., "Temporal Representations for
 Exploration", ICLR 2026): the environments, the coverage and the pictures of ctec_sac_brax.py, and nothing else.
 
+One iteration:
+
+    62 times, in every environment:                                                   # collect
+        act uniformly in [-1, 1]^n, mark the bin of the new position as visited
+
     python random_brax.py --env ant_hardest_maze                     # the paper's number of steps
     python random_brax.py --env point_hardest_maze --preset laptop   # as many as the other scripts' preset
     python random_brax.py --resume runs/<folder>                     # go on from the last checkpoint
+
+Metrics and results: docs/random_brax.md
 """
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#   "jax==0.10.2", "flax==0.12.8", "brax==0.14.2", "mujoco==3.17.0", "mujoco-mjx==3.17.0",
-#   "numpy==2.4.6", "tyro==1.0.16", "matplotlib==3.11.2", "wandb==0.31.0",
+#   "jax==0.10.2", "flax==0.12.8", "brax==0.14.2", "mujoco==3.17.0", "mujoco-mjx==3.17.0", "numpy==2.4.6",
+#   "tyro==1.0.16", "tqdm==4.70.1", "matplotlib==3.11.2", "wandb==0.31.0",
 # ]
 # ///
+
+import collections
 import contextlib
+import csv
 import dataclasses
 import functools
 import io
 import json
+import math
 import os
-import re
 import signal
 import sys
 import time
@@ -33,6 +43,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from tqdm import tqdm
 
 with contextlib.redirect_stdout(io.StringIO()):  # no "Failed to import warp": an optional backend that is not used
     import brax.spring.pipeline
@@ -46,7 +57,7 @@ ENVS = ("point_u_maze", "point_large_maze", "point_hardest_maze", "ant_u_maze", 
         "humanoid_u_maze", "humanoid_large_maze", "arm_binpick_hard")  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------- arguments
+# --------------------------------------------------------------------------------------------------- arguments
 @dataclasses.dataclass(frozen=True)
 class Args:
     env: Literal[ENVS] = "ant_hardest_maze"
@@ -62,7 +73,7 @@ class Args:
     run_dir: str = "runs"
     """where the folder of the run is made"""
     checkpoint_minutes: float = 10.0
-    """time between checkpoints; there is one at the end, at Ctrl-C and at SIGTERM anyway"""
+    """minutes between checkpoints; there is always one at the end, at Ctrl-C and at SIGTERM"""
     track: bool = False
     """send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)"""
 
@@ -71,11 +82,19 @@ class Args:
     unroll_length: int = 62
     """steps in each environment before the gradient steps of an iteration (paper Table 2)"""
     episode_length: int = 1000
-    """steps after which an episode is cut off (paper Table 2)"""
+    """steps after which an episode is truncated (paper Table 2)"""
+
+    @property
+    def steps_per_iteration(self):
+        return self.num_envs * self.unroll_length
 
     @property
     def num_iterations(self):
-        return -(-self.total_timesteps // (self.num_envs * self.unroll_length))
+        return math.ceil(self.total_timesteps / self.steps_per_iteration)
+
+    @property
+    def first_update(self):
+        return 1  # nothing is ever learned: every metric has a value from the start
 
 
 PAPER = {"humanoid": dict(num_envs=256)}  # what the paper's tables change for one robot
@@ -85,20 +104,106 @@ PRESETS = {
 }
 
 
-# ------------------------------------------------------------------------------------------------- environments
+# -------------------------------------------------------------------------- the method: uniform random actions
+def collect(args, env, state, key):
+    """`unroll_length` uniform steps in every environment, into the coverage grid. The start states of new episodes are
+    drawn once an iteration."""
+    next_key, key_start, key_actions = jax.random.split(key, 3)
+    starts = jax.vmap(env.reset)(jax.random.split(key_start, args.num_envs))
+
+    def step(carry, key):
+        now, episode_step = carry
+        action = jax.random.uniform(key, (args.num_envs, env.action_size), minval=-1.0, maxval=1.0)
+        carry, (_, _, bins, frame) = step_envs(args, env, starts, now, episode_step, action)
+        return carry, (bins, frame)
+
+    keys = jax.random.split(key_actions, args.unroll_length)
+    (env_state, episode_step), (bins, frames) = jax.lax.scan(step, (state.env, state.episode_step), keys)
+    coverage = mark_visited(state.coverage, bins)
+    return state.replace(key=next_key, env=env_state, episode_step=episode_step, coverage=coverage), frames
+
+
+# ---------------------------------------------------------------------------------------------------- training
+@flax.struct.dataclass
+class TrainState:
+    key: jax.Array
+    iteration: jax.Array
+    env: "EnvState"  # (N, ...)
+    episode_step: jax.Array  # (N,)
+    coverage: "Coverage"
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def train_iteration(args, env, state):
+    """Collect; nothing is trained."""
+    state = state.replace(iteration=state.iteration + 1)
+    state, frames = collect(args, env, state, state.key)
+    return state, coverage_metrics(state.coverage), frames
+
+
+# ----------------------------------------------------------------------------------------------- initial state
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def init_state(args, env):
+    """The whole state of a run: everything that a checkpoint holds."""
+    key, key_env = jax.random.split(jax.random.PRNGKey(args.seed))
+    return TrainState(
+        key=key,
+        iteration=jnp.int32(0),
+        env=jax.vmap(env.reset)(jax.random.split(key_env, args.num_envs)),
+        episode_step=jnp.zeros(args.num_envs, jnp.int32),
+        coverage=init_coverage(env),
+    )
+
+
+# ==================================================================================================== appendix
+# What a reader of the method does not need: coverage, environments, the run's folder, pictures, and main.
+
+
+# ---------------------------------------------------------------------------------------------------- coverage
+BIN = 0.5  # metres; coverage is the number of bins of this size that were visited
+
+
+@flax.struct.dataclass
+class Coverage:
+    visited: jax.Array  # (bins,) bool
+    outside: jax.Array  # () visits outside the grid
+
+
+def init_coverage(env):
+    return Coverage(jnp.zeros(np.prod(env.grid_shape), bool), jnp.int32(0))
+
+
+def bin_index(env, obs):
+    """Flat index of the bin that each state (..., state_size) is in; one past the last bin if outside the grid."""
+    index = jnp.floor((obs[..., : env.position_size] - env.low) / BIN)
+    inside = jnp.all((index >= 0) & (index < np.array(env.grid_shape)), axis=-1)
+    strides = np.cumprod((1, *env.grid_shape[:0:-1]))[::-1]
+    return jnp.where(inside, jnp.sum(index.astype(jnp.int32) * strides, axis=-1), np.prod(env.grid_shape))
+
+
+def mark_visited(coverage, index):
+    """The index one past the last bin, outside the grid, is dropped from the bins and counted."""
+    visited = coverage.visited.at[index].set(True)
+    return Coverage(visited, coverage.outside + jnp.sum(index == len(visited)))
+
+
+def coverage_metrics(coverage):
+    return {"coverage": jnp.sum(coverage.visited), "outside": coverage.outside}
+
+
+# ------------------------------------------------------------------------------------------------ environments
 MAZES = {  # 1 wall, r start, 0 free; row i and column j stand at x = i * cell, y = j * cell
     "u": "11111 1r001 11101 10001 11111",
     "large": "11111111 1r011001 10010001 11000111 10010001 10100101 10001001 11111111",
     "hardest": "111111111111 1r0001000001 101101010101 100000010001 101111011101 100101000001 110101010111 "
                "100100010001 111111111111",
 }  # fmt: skip
-BIN = 0.5  # metres; coverage is the number of bins of this size that were visited
 
 
 @flax.struct.dataclass
 class EnvState:
     physics: Any  # the point's (x, y, vx, vy), or a Brax pipeline state
-    obs: jax.Array  # (state_size,): what the policy and the encoders see; the first position_size are the place
+    obs: jax.Array  # (state_size,) what the policy and the encoders see; the first position_size are the position
     terminated: jax.Array  # () bool: unhealthy
 
 
@@ -106,24 +211,32 @@ class Maze:
     """What all mazes share: cells, the bounds of the coverage grid, outlines for the pictures."""
 
     def __init__(self, maze):
-        grid, cell = np.array([list(row) for row in MAZES[maze].split()]), self.cell
-        self.is_wall, self.start = grid == "1", np.argwhere(grid == "r")[0] * cell
-        self.walls, self.free = np.argwhere(grid == "1") * cell, np.argwhere(grid == "0") * cell  # (n, 2) centres
-        self.low = np.array([-cell / 2, -cell / 2, 0.0])[: self.position_size]
-        self.high = np.array([*(np.array(grid.shape) - 0.5) * cell, 2.5])[: self.position_size]
-        self.grid = tuple(np.round((self.high - self.low) / BIN).astype(int))  # bins along each axis
-        self.outlines = [(x - cell / 2, y - cell / 2, cell, cell) for x, y in self.walls]
-        self.bins = (len(self.free) + 1) * round(cell / BIN) ** 2 if self.position_size == 2 else None
+        cells = np.array([list(row) for row in MAZES[maze].split()])
+        half = self.cell / 2
+        self.is_wall = cells == "1"
+        self.start = np.argwhere(cells == "r")[0] * self.cell
+        self.walls = np.argwhere(cells == "1") * self.cell  # (walls, 2) centres
+        self.free = np.argwhere(cells == "0") * self.cell
+        self.low = np.array([-half, -half, 0.0])[: self.position_size]
+        self.high = np.array([*(np.array(cells.shape) - 0.5) * self.cell, 2.5])[: self.position_size]
+        self.grid_shape = tuple(np.round((self.high - self.low) / BIN).astype(int))  # bins along each axis
+        self.outlines = [(x - half, y - half, self.cell, self.cell) for x, y in self.walls]
+        bins_per_cell = round(self.cell / BIN) ** 2
+        self.free_bins = (len(self.free) + 1) * bins_per_cell if self.position_size == 2 else None  # unknown in 3-D
 
 
 class PointMaze(Maze):
     """A disc that is pushed around, in closed form: over a million steps a second on one core."""
 
-    state_size, action_size, position_size, cell, radius = 4, 2, 2, 4.0, 0.4
+    state_size = 4
+    action_size = 2
+    position_size = 2
+    cell = 4.0
+    radius = 0.4
 
     def reset(self, key):
-        place = self.start + jax.random.uniform(key, (2,), minval=-0.1, maxval=0.1)
-        physics = jnp.concatenate([place, jnp.zeros(2)])
+        position = self.start + jax.random.uniform(key, (2,), minval=-0.1, maxval=0.1)
+        physics = jnp.concatenate([position, jnp.zeros(2)])
         return EnvState(physics, physics, jnp.zeros((), bool))
 
     def blocked(self, p):
@@ -135,7 +248,8 @@ class PointMaze(Maze):
         return jnp.any(touches & jnp.asarray(self.is_wall)[cells[:, 0], cells[:, 1]])
 
     def step(self, state, action):
-        p, v = state.physics[:2], 0.9 * state.physics[2:] + 0.05 * jnp.clip(action, -1.0, 1.0)
+        p = state.physics[:2]
+        v = 0.9 * state.physics[2:] + 0.05 * jnp.clip(action, -1.0, 1.0)
         for axis in np.eye(2, dtype=np.float32):  # a wall stops the component of v that meets it
             v = jnp.where(self.blocked(p + v * axis), v * (1 - axis), v)
             p = p + v * axis
@@ -143,7 +257,7 @@ class PointMaze(Maze):
         return EnvState(physics, physics, jnp.zeros((), bool))
 
     def frame(self, physics):
-        return physics[:16, :2]  # what the rollout picture needs
+        return physics[:16, :2]  # the positions of 16 points, for the picture of the last steps
 
 
 class BraxMaze(Maze):
@@ -152,14 +266,15 @@ class BraxMaze(Maze):
     def __init__(self, maze):
         super().__init__(maze)
         spec = mujoco.MjSpec.from_file(str(Path(brax.__file__).parent / "envs/assets" / self.xml))
-        spec.option.timestep, half = self.timestep, self.cell / 2
+        spec.option.timestep = self.timestep
         self.edit(spec)
+        half = self.cell / 2
         for x, y in self.walls:
-            spec.worldbody.add_geom(type=mujoco.mjtGeom.mjGEOM_BOX, pos=(x, y, half / 2), size=(half, half, half / 2),
-                                    contype=1, conaffinity=1)  # fmt: skip
+            box = {"type": mujoco.mjtGeom.mjGEOM_BOX, "pos": (x, y, half / 2), "size": (half, half, half / 2)}
+            spec.worldbody.add_geom(contype=1, conaffinity=1, **box)
         spec.compile()
-        # mjx's broad phase: only the nearest pairs of each kind (by bounding spheres) are collided, only the deepest
-        # points are kept. The two numbers must come first: mjx 3.17 looks for the i-th one at numeric_data[i].
+        # MJX's broad phase: only the nearest pairs of each kind (by bounding spheres) are collided, only the deepest
+        # points are kept. The two numbers must come first: MJX 3.17 looks for the i-th one at numeric_data[i].
         broad_phase = "".join(f'<numeric name="max_{k}" data="{v}"/>' for k, v in self.broad_phase.items())
         self.sys = mjcf.loads(spec.to_xml().replace("<custom>", "<custom>" + broad_phase, 1))  # fuses jointless bodies
         self.action_size = self.sys.act_size()
@@ -173,7 +288,8 @@ class BraxMaze(Maze):
         return self.state(jax.lax.fori_loop(0, 10, substep, state.physics), control)
 
     def state(self, physics, control):
-        z, (low, high) = physics.x.pos[0, 2], self.healthy
+        z = physics.x.pos[0, 2]
+        low, high = self.healthy
         return EnvState(physics, self.observe(physics, control), (z < low) | (z > high))
 
     def frame(self, physics):
@@ -181,11 +297,17 @@ class BraxMaze(Maze):
 
 
 class AntMaze(BraxMaze):
-    state_size, position_size, cell, xml, timestep, healthy = 29, 2, 4.0, "ant.xml", 0.005, (0.2, 1.0)
-    broad_phase, action_scale = {"geom_pairs": 8, "contact_points": 12}, 1.0
+    xml = "ant.xml"
+    state_size = 29
+    position_size = 2
+    cell = 4.0
+    timestep = 0.005
+    healthy = (0.2, 1.0)
+    action_scale = 1.0
+    broad_phase = {"geom_pairs": 8, "contact_points": 12}
 
     def edit(self, spec):
-        for geom in spec.geoms:  # these meet the walls
+        for geom in spec.geoms:  # these collide with the walls
             if geom.name.startswith(("torso", "aux")) or "foot" in geom.name:
                 geom.conaffinity = 1
 
@@ -199,15 +321,21 @@ class AntMaze(BraxMaze):
 
 
 class HumanoidMaze(BraxMaze):
-    state_size, position_size, cell, xml, timestep, healthy = 268, 3, 2.0, "humanoid.xml", 0.0015, (1.0, 2.0)
-    broad_phase, action_scale = {"geom_pairs": 20, "contact_points": 12}, 0.4
+    xml = "humanoid.xml"
+    state_size = 268
+    position_size = 3
+    cell = 2.0
+    timestep = 0.0015
+    healthy = (1.0, 2.0)
+    action_scale = 0.4
+    broad_phase = {"geom_pairs": 20, "contact_points": 12}
 
     def edit(self, spec):
-        for geom in spec.geoms:  # every geom meets floor and walls, none another of the robot
+        for geom in spec.geoms:  # every geom collides with floor and walls, none with another of the robot
             geom.contype = int(geom.name != "floor")
         for motor, gear in zip(spec.actuators, [350] * 11 + [100] * 6):
             motor.gear[0] = gear
-        # the goal of the maze task, which nobody is told to reach: its place and motion are part of the state
+        # the goal of the maze task, which nobody is told to reach: its position and velocity are part of the state
         target = spec.worldbody.add_body(name="target", pos=(0, 0, 1.25))
         for axis in ((1, 0, 0), (0, 1, 0)):
             target.add_joint(type=mujoco.mjtJoint.mjJNT_SLIDE, axis=axis, limited=0)
@@ -218,10 +346,12 @@ class HumanoidMaze(BraxMaze):
         return self.from_q(self.sys.init_q.at[:2].set(self.start).at[-2:].set(target), jnp.zeros(self.sys.qd_size()))
 
     def observe(self, physics, control):
-        inertia, x = self.sys.link.inertia, physics.x
+        x = physics.x
         # the spring backend works with unit inertias (spring_inertia_scale 1 in humanoid.xml)
+        inertia = self.sys.link.inertia
         inertia = inertia.replace(i=jnp.broadcast_to(jnp.eye(3), inertia.i.shape))
-        x_i, mass = x.vmap().do(inertia.transform), inertia.mass[:, None]  # centres of mass of the links
+        mass = inertia.mass[:, None]
+        x_i = x.vmap().do(inertia.transform)  # centres of mass of the links
         com = jnp.sum(mass * x_i.pos, axis=0) / jnp.sum(mass)
         about_com = x_i.replace(pos=x_i.pos - com).vmap().do(inertia).i.reshape(-1, 9)
         velocity = base.Transform.create(pos=x_i.pos - x.pos).vmap().do(physics.xd)
@@ -239,38 +369,49 @@ PANDA = np.array("""
    -.0825  .384 0 -1 1.225946 -.011953 .041065 -.038437 .035549 .029474 .008627 -.002117 -.004037 .000229 -2.8973 2.8973
     0      0    0  1 1.666555 .060149 -.014117 -.010517 .001964 .004354 .005433 .000109 -.001158 .000341 -.0175 3.7525
     .088   0    0  1 .735522 .010517 -.004252 .061597 .012516 .010027 .004815 -.000428 -.001196 -.000741 -2.8973 2.8973
-""".split(), float).reshape(7, 16)  # links 1-7: place in the parent (3), quarter turns about x, mass, its centre (3),
-# inertia xx, yy, zz, xy, xz, yz, and the joint's range
+""".split(), float).reshape(7, 16)  # fmt: skip
+# links 1-7: position in the parent (3), quarter turns about x, mass, centre of mass (3), inertia xx, yy, zz, xy, xz,
+# yz, and the joint's range
 
 
 class ArmBinpick:
-    """A Franka Panda, and a cube in the blue one of two bins. Primitive geoms, which meet in listed pairs only."""
+    """A Franka Panda, and a cube in the blue one of two bins. Primitive geoms, which collide in listed pairs only."""
 
-    state_size, action_size, position_size, bins = 18, 5, 3, None
+    state_size = 18
+    action_size = 5
+    position_size = 3
+    free_bins = None  # unknown in 3-D
+    start = np.array([-0.3, 0.6])
+    low = np.array([-8.0, -8.0, -1.0])
+    high = np.array([8.0, 8.0, 4.0])
+    grid_shape = (32, 32, 10)
     default_q = np.array([1.571, 0.742, 0, -1.571, 0, 3.054, 1.449, 0.04, 0.04])
-    low, high, start = np.array([-8.0, -8.0, -1.0]), np.array([8.0, 8.0, 4.0]), np.array([-0.3, 0.6])
-    grid = (32, 32, 10)
     sides = np.array([(-195, -195, 390, 10), (-195, 185, 390, 10), (185, -185, 10, 370), (-195, -185, 10, 370)]) / 1000
     outlines = [*(sides + (-0.3, 0.6, 0, 0)), *(sides + (0.3, 0.6, 0, 0))]  # of the blue and the red bin
 
     def __init__(self):
-        text, fixed = lambda numbers: " ".join(map(str, numbers)), ["table", *(f"bin{i}" for i in range(8))]
+        text = lambda numbers: " ".join(map(str, numbers))
         bins = "".join(f"""<geom name="bin{i}" type="box" pos="{x + width / 2} {y + depth / 2} .033"
-            size="{width / 2} {depth / 2} .033"/>""" for i, (x, y, width, depth) in enumerate(self.outlines))
+            size="{width / 2} {depth / 2} .033"/>"""
+            for i, (x, y, width, depth) in enumerate(self.outlines))  # fmt: skip
         links = "".join(f"""<body pos="{text(row[:3])}" quat="1 {row[3]} 0 0">
             <inertial mass="{row[4]}" pos="{text(row[5:8])}" fullinertia="{text(row[8:14])}"/>
-            <joint name="joint{i}" axis="0 0 1" range="{text(row[14:])}"/>""" for i, row in enumerate(PANDA))
-        # the hand is rigid on link 7, turned by 45 degrees; the link's inertia is for both
-        c, s = np.cos(np.pi / 8), np.sin(np.pi / 8)
+            <joint name="joint{i}" axis="0 0 1" range="{text(row[14:])}"/>"""
+            for i, row in enumerate(PANDA))  # fmt: skip
+        # the hand is rigid on link 7, turned by 45 degrees; its mass is not counted, as in the recordings
+        c = np.cos(np.pi / 8)
+        s = np.sin(np.pi / 8)
         fingers = "".join(f"""<body pos="0 0 .1654" quat="{quat}">
             <inertial mass=".015" pos="0 0 0" diaginertia="2.375e-6 2.375e-6 7.5e-7"/>
             <joint name="joint{i}" type="slide" axis="0 1 0" range="0 .05" damping="5" armature=".1"/>
             <geom name="finger{i}" type="box" size=".015 .005 .04" pos="0 .0055 .035"/>
-            </body>""" for i, quat in ((7, f"{c} 0 0 {-s}"), (8, f"{s} 0 0 {c}")))
-        motors = [(4500, 4500, 87)] * 2 + [(2000, 3500, 87)] * 2 + [(1000, 2000, 12)] * 3 + [(0.09804, 500, 500)] * 2
+            </body>"""
+            for i, quat in ((7, f"{c} 0 0 {-s}"), (8, f"{s} 0 0 {c}")))  # fmt: skip
+        gains = [(4500, 4500, 87)] * 2 + [(2000, 3500, 87)] * 2 + [(1000, 2000, 12)] * 3 + [(0.09804, 500, 500)] * 2
         motors = "".join(f"""<general joint="joint{i}" gainprm="{gain}" biastype="affine" forcerange="{-limit} {limit}"
             biasprm="0 {-stiffness} {-stiffness / 10}" ctrlrange="{text([*PANDA[:, 14:], (0, 255), (0, 255)][i])}"/>"""
-            for i, (gain, stiffness, limit) in enumerate(motors))  # fmt: skip
+            for i, (gain, stiffness, limit) in enumerate(gains))  # fmt: skip
+        fixed = ["table", *(f"bin{i}" for i in range(8))]
         pairs = [(name, other) for name in ("hand", "finger7", "finger8", "cube") for other in fixed]
         pairs += [("hand", "cube"), ("finger7", "finger8"), ("finger7", "cube"), ("finger8", "cube")]
         self.sys = mjcf.load_model(mujoco.MjModel.from_xml_string(f"""<mujoco><compiler angle="radian"/>
@@ -288,25 +429,37 @@ class ArmBinpick:
             <actuator>{motors}</actuator></mujoco>"""))  # fmt: skip
 
     def forward(self, data):
-        """mjx.forward, but for the kinematics: XLA on a CPU would compute each link's pose anew for everything that
+        """mjx.forward with our own kinematics: XLA on a CPU would compute each link's pose again for everything that
         hangs on it, which takes 30 times longer than all the rest. The barriers forbid that."""
-        model, rotate, multiply, matrix = self.sys, brax.math.rotate, brax.math.quat_mul, brax.math.quat_to_3x3
+        model = self.sys
+        rotate = brax.math.rotate
+        multiply = brax.math.quat_mul
+        matrix = brax.math.quat_to_3x3
         cube = data.qpos[3:7] / jnp.linalg.norm(data.qpos[3:7])
-        pos, quat = [jnp.zeros(3), data.qpos[:3]], [jnp.array([1.0, 0.0, 0.0, 0.0]), cube]  # world, cube
+        positions = [jnp.zeros(3), data.qpos[:3]]  # world, cube
+        rotations = [jnp.array([1.0, 0.0, 0.0, 0.0]), cube]
         for i, parent in enumerate(model.body_parentid[2:], 2):  # seven hinges about z, two slides along y
-            x, turn = pos[parent] + rotate(model.body_pos[i], quat[parent]), multiply(quat[parent], model.body_quat[i])
+            x = positions[parent] + rotate(model.body_pos[i], rotations[parent])
+            turn = multiply(rotations[parent], model.body_quat[i])
             q = data.qpos[i + 5]
             if i < 9:
                 turn = multiply(turn, jnp.stack([jnp.cos(q / 2), 0.0, 0.0, jnp.sin(q / 2)]))
             else:
                 x = x + q * rotate(jnp.array([0.0, 1.0, 0.0]), turn)
             x, turn = jax.lax.optimization_barrier((x, turn))
-            pos, quat = [*pos, x], [*quat, turn]
-        xpos, xquat, geom = jnp.stack(pos), jnp.stack(quat), model.geom_bodyid
-        place = jax.vmap(lambda x, turn, local_x, local: (x + rotate(local_x, turn), matrix(multiply(turn, local))))
-        xipos, ximat = place(xpos, xquat, model.body_ipos, model.body_iquat)
-        geom_xpos, geom_xmat = place(xpos[geom], xquat[geom], model.geom_pos, model.geom_quat)
+            positions.append(x)
+            rotations.append(turn)
+        xpos = jnp.stack(positions)
+        xquat = jnp.stack(rotations)
         xmat = jax.vmap(matrix)(xquat)
+
+        @jax.vmap
+        def place(x, turn, local_x, local_turn):
+            return x + rotate(local_x, turn), matrix(multiply(turn, local_turn))
+
+        xipos, ximat = place(xpos, xquat, model.body_ipos, model.body_iquat)
+        geom = model.geom_bodyid
+        geom_xpos, geom_xmat = place(xpos[geom], xquat[geom], model.geom_pos, model.geom_quat)
         xaxis = jnp.concatenate([jnp.array([[0.0, 0.0, 1.0]]), xmat[2:9, :, 2], xmat[9:, :, 1]])
         data = data.replace(qpos=data.qpos.at[3:7].set(cube), xpos=xpos, xquat=xquat, xmat=xmat, xanchor=xpos[1:])
         data = data.replace(xaxis=xaxis, xipos=xipos, ximat=ximat, geom_xpos=geom_xpos, geom_xmat=geom_xmat)
@@ -324,18 +477,23 @@ class ArmBinpick:
 
     def step(self, state, action):
         """Targets of joints 1, 2, 4, 6, from [-1, 1] to their ranges; a positive last action closes the gripper."""
-        low, high = np.array([0.3491, 0, -3.0718, 2.3562]), np.array([2.7925, 1.48353, -0.0698, 3.7525])
+        low = np.array([0.3491, 0, -3.0718, 2.3562])
+        high = np.array([2.7925, 1.48353, -0.0698, 3.7525])
         j1, j2, j4, j6 = low + (action[:4] + 1) / 2 * (high - low)
         grip = jnp.where(action[4] > 0, 0.0, 255.0)
         data = state.physics.replace(ctrl=jnp.stack([j1, j2, 0.0, j4, 0.0, j6, 1.4487, grip, grip]))
         return self.state(jax.lax.fori_loop(0, 25, lambda _, data: mjx.implicit(self.sys, self.forward(data)), data))
 
     def state(self, data):
-        hand, left, right, q = 8, 9, 10, data.qpos  # bodies
-        offset, turning = data.xpos[hand] - data.subtree_com[2], data.cvel[hand, :3]
-        velocity = data.cvel[hand, 3:] + jnp.cross(turning, offset)
-        fingers = jnp.linalg.norm(data.xpos[left] - data.xpos[right]), 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19
-        obs = jnp.concatenate([q[:3], q[7:14], data.xpos[hand], velocity, jnp.stack(fingers)])
+        hand = 8  # bodies
+        left = 9
+        right = 10
+        offset = data.xpos[hand] - data.subtree_com[2]
+        velocity = data.cvel[hand, 3:] + jnp.cross(data.cvel[hand, :3], offset)
+        finger_distance = jnp.linalg.norm(data.xpos[left] - data.xpos[right])
+        gripper_force = 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19
+        gripper = jnp.stack([finger_distance, gripper_force])
+        obs = jnp.concatenate([data.qpos[:3], data.qpos[7:14], data.xpos[hand], velocity, gripper])
         return EnvState(data, obs, jnp.zeros((), bool))
 
     def frame(self, data):
@@ -349,68 +507,23 @@ def make_env(name):
     return ArmBinpick() if robot == "arm" else mazes[robot](maze)
 
 
-# ----------------------------------------------------------------------------------------------------- coverage
-def bin_index(env, obs):
-    """Flat index of the bin that each state (..., state_size) is in; one past the last bin if outside the grid."""
-    index = jnp.floor((obs[..., : env.position_size] - env.low) / BIN)
-    inside = jnp.all((index >= 0) & (index < np.array(env.grid)), axis=-1)
-    strides = np.cumprod((1, *env.grid[:0:-1]))[::-1]
-    return jnp.where(inside, jnp.sum(index.astype(jnp.int32) * strides, axis=-1), np.prod(env.grid))
-
-
-# ----------------------------------------------------------------------------------------------------- training
-@flax.struct.dataclass
-class TrainState:
-    key: jax.Array
-    iteration: jax.Array
-    env: EnvState  # (N, ...)
-    episode_step: jax.Array  # (N,)
-    visited: jax.Array  # (bins,) bool
-    outside: jax.Array  # () visits outside the grid
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def init_state(args, env):
-    """The whole state of a run: everything that a checkpoint holds."""
-    key, key_env = jax.random.split(jax.random.PRNGKey(args.seed))
-    env_state = jax.vmap(env.reset)(jax.random.split(key_env, args.num_envs))
-    visited, episode_step = jnp.zeros(np.prod(env.grid), bool), jnp.zeros(args.num_envs, jnp.int32)
-    return TrainState(key, jnp.int32(0), env_state, episode_step, visited, jnp.int32(0))
-
-
 def step_envs(args, env, starts, now, episode_step, action):
-    """A step in every environment; an episode that ends goes on from its place in starts. Returns what to go on with,
-    (state, episode_step), and what happened: (terminated, truncated, bin of the place before a reset, frame)."""
+    """One step in every environment; an episode that ends goes on from its place in starts. Returns the scan carry
+    (state, episode_step) and the transition (terminated, truncated, bin before the reset, frame)."""
     with jax.default_matmul_precision("highest"):  # no TF32 in the physics
         after = jax.vmap(env.step)(now, action)
     terminated = after.terminated | ~jnp.all(jnp.isfinite(after.obs), axis=-1)  # physics that blew up ends too
     truncated = (episode_step + 1 >= args.episode_length) & ~terminated
     done = terminated | truncated
-    restart = lambda start, go_on: jnp.where(done.reshape(-1, *[1] * (go_on.ndim - 1)), start, go_on)
-    go_on = jax.tree.map(restart, starts, after), jnp.where(done, 0, episode_step + 1)
-    return go_on, (terminated, truncated, bin_index(env, after.obs), env.frame(after.physics))
+
+    def restart(start, x):
+        return jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start, x)
+
+    carry = (jax.tree.map(restart, starts, after), jnp.where(done, 0, episode_step + 1))
+    return carry, (terminated, truncated, bin_index(env, after.obs), env.frame(after.physics))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def train_iteration(args, env, state):
-    """`unroll_length` uniform steps in every environment, into the coverage grid. Nothing is trained."""
-    key, key_start, key_actions = jax.random.split(state.key, 3)
-    starts = jax.vmap(env.reset)(jax.random.split(key_start, args.num_envs))
-
-    def step(carry, key):
-        action = jax.random.uniform(key, (args.num_envs, env.action_size), minval=-1.0, maxval=1.0)
-        carry, (_, _, bins, frame) = step_envs(args, env, starts, *carry, action)
-        return carry, (bins, frame)
-
-    keys = jax.random.split(key_actions, args.unroll_length)
-    (env_state, episode_step), (bins, frames) = jax.lax.scan(step, (state.env, state.episode_step), keys)
-    visited = state.visited.at[bins].set(True)  # a bin past the last one, outside the grid, is dropped here ...
-    outside = state.outside + jnp.sum(bins == len(visited))  # ... and counted here
-    state = TrainState(key, state.iteration + 1, env_state, episode_step, visited, outside)
-    return state, {"coverage": jnp.sum(visited), "outside": outside}, frames
-
-
-# ------------------------------------------------------------------------------- logging, pictures, checkpoint
+# ----------------------------------------------------------------------------------- run folder and checkpoint
 METRICS = "iteration steps seconds steps_per_second coverage outside".split()  # the columns of metrics.csv
 
 
@@ -420,8 +533,11 @@ def fail(message, code=2):
 
 
 def clock(seconds):
-    unit, name = (1, "s") if seconds < 90 else (60, "min") if seconds < 5400 else (3600, "h")
-    return f"{seconds / unit:,.{int(unit > 1)}f} {name}"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:,.1f} h"
 
 
 def write_atomically(path, write):
@@ -437,113 +553,197 @@ def write_atomically(path, write):
         temporary.unlink(missing_ok=True)
 
 
+def leaf_name(path):
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def save_checkpoint(path, state):
-    leaves = {jax.tree_util.keystr(name): np.asarray(x) for name, x in jax.tree_util.tree_leaves_with_path(state)}
-    write_atomically(path, lambda file: file.write(flax.serialization.msgpack_serialize(leaves)))
+    """Every array of the state under its name. np.savez fetches and writes them one after the other."""
+    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(state)}
+    write_atomically(path, lambda file: np.savez(file, **leaves))
 
 
 def load_checkpoint(path, template):
-    """The state in path, which must have the structure and the shapes of template."""
+    """The state in path, whose arrays must have the names, shapes and dtypes of template."""
+
+    def restore(name, expected):
+        array = file[leaf_name(name)]
+        if (array.shape, array.dtype) != (expected.shape, expected.dtype):
+            found = f"{array.dtype}{list(array.shape)}, not {expected.dtype}{list(expected.shape)}"
+            raise ValueError(f"{leaf_name(name)} is {found}")
+        return jnp.array(array)
+
     try:
-        leaves = flax.serialization.msgpack_restore(path.read_bytes())
-        restore = lambda name, x: jnp.asarray(leaves[jax.tree_util.keystr(name)], x.dtype).reshape(x.shape)
-        return jax.tree_util.tree_map_with_path(restore, template)
-    except Exception as error:  # no file, half a file, a file that does not fit: each has its own
-        fail(f"{path} is no checkpoint of this run ({error!r}): put a copy in its place, or start without --resume")
+        with np.load(path, allow_pickle=False) as file:
+            return jax.tree_util.tree_map_with_path(restore, template)
+    except Exception as error:  # missing, truncated and mismatched files raise different exceptions
+        fail(f"{path} is no checkpoint of this run ({error}): put a copy in its place, or start without --resume")
 
 
-def start_run(args, init, buffer, flops):
-    """The run's folder, its state (from init() or the checkpoint), and the seconds it took so far. The flops are those
-    of an iteration; buffer says what takes the memory."""
-    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, state, iteration, rows = Path(args.resume or f"{args.run_dir}/{name}"), None, 0, []
+def read_metrics(path, iteration):
+    """The rows of metrics.csv up to an iteration, as dictionaries."""
+    try:
+        with open(path, newline="") as file:
+            reader = csv.DictReader(file)
+            rows = [row for row in reader if None not in row.values()]  # a kill may have cut the last one
+    except (OSError, csv.Error) as error:
+        fail(f"{path}: {error}; it belongs to the checkpoint beside it")
+    if reader.fieldnames != METRICS:
+        fail(f"{path} is of another version of this script")
+    return [row for row in rows if int(row["iteration"]) <= iteration]
+
+
+def write_metrics(path, rows):
+    text = io.StringIO()
+    writer = csv.DictWriter(text, METRICS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+
+
+def nbytes(tree):
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def check_memory(args, template):
+    """One line and exit code 2, before anything is allocated, if the state of the run does not fit the device."""
+    device = jax.devices()[0]
+    limits = device.memory_stats() or {}  # a CPU has none
+    there = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if nbytes(template) > there:
+        needed = f"the state of the run needs {nbytes(template) / 1e9:,.1f} GB"
+        fail(f"--num-envs {args.num_envs}: {needed}, the device ({device.platform}) has {there / 1e9:,.1f} GB")
+
+
+def start_run(args, init, template, buffers):
+    """Make the run's folder, or open the one to resume. Returns it, the state (init(), or the checkpoint's) and the
+    seconds spent so far. template has the state's shapes; buffers says in words what takes the memory."""
+    check_memory(args, template)
+    state = None
+    rows = []
     if args.resume:
-        state = load_checkpoint(folder / "checkpoint.msgpack", jax.eval_shape(init))
-        header, *rows = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
-        if header != METRICS:
-            fail(f"{folder}/metrics.csv is of another version of this script")
-        iteration = int(state.iteration)
-        rows = [row for row in rows if len(row) == len(METRICS) and int(row[0]) <= iteration]
-    if iteration >= args.num_iterations:
-        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    folder.mkdir(parents=True, exist_ok=bool(args.resume))
+        folder = Path(args.resume)
+        state = load_checkpoint(folder / "checkpoint.npz", template)
+        rows = read_metrics(folder / "metrics.csv", int(state.iteration))
+        if state.iteration >= args.num_iterations:
+            fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
+    else:
+        name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = Path(args.run_dir) / name
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
     config = json.dumps(dataclasses.asdict(args) | {"resume": ""}, indent=1)
-    table = "".join(",".join(row) + "\n" for row in [METRICS, *rows])
     write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
-    write_atomically(folder / "metrics.csv", lambda file: file.write(table.encode()))
+    write_metrics(folder / "metrics.csv", rows)
 
-    device, x = jax.devices()[0], jnp.ones((1024, 1024))
-    multiply = jax.jit(jnp.matmul).lower(x, x).compile()
-    began = time.time()
-    jax.block_until_ready(multiply(x, x))
-    seconds = 2 * flops * (args.num_iterations - iteration) * (time.time() - began) / 2**31  # half a product's rate
-    expected = f"expected time about {clock(seconds)} for learning, plus the environments'" if flops else "no learning"
+    device = jax.devices()[0]
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"device {device.platform} ({device.device_kind}), {buffer}, {expected}", flush=True)
+    print(f"device {device.platform} ({device.device_kind}), {buffers}", flush=True)
     if device.platform == "cpu" and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
-    return folder, state or init(), float(rows[-1][METRICS.index("seconds")]) if rows else 0.0
+    seconds = float(rows[-1]["seconds"]) if rows else 0.0
+    return folder, state or init(), seconds
 
 
-def show_progress(args, row, learning):
-    """One line that is rewritten on a terminal; elsewhere a line for each twentieth of the run."""
-    done, live, rate = row["iteration"] / args.num_iterations, sys.stdout.isatty(), row["steps_per_second"]
-    left = f"{clock(row['steps'] * (1 / done - 1) / rate)} left   " if learning else "not learning yet"
-    if live or done == 1 or row["iteration"] % -(-args.num_iterations // 20) == 0:
-        name = next(name for name in METRICS[4:] if name in row)  # coverage, or achievements
-        result = f"{name} {round(row[name], 2):,.10g}"
-        bar = f"[{'#' * int(30 * done):30}] {done:4.0%}  {result}  {rate:,.0f} steps/s  {left}"
-        print(bar, end="\r" if live and done < 1 else "\n", flush=True)
+def compile_iteration(args, env, state):
+    """train_iteration for this state, compiled now, so that the first iteration is timed like the others."""
+    began = time.time()
+    iterate = train_iteration.lower(args, env, state).compile()
+    print(f"compiled in {clock(time.time() - began)}", flush=True)
+    return iterate
 
 
-def iterations(args, folder, state, seconds, steps, iterate):
-    """The state, a row of metrics, and whatever else iterate returns, after each iteration. Writes metrics.csv and,
-    when the caller is done with the iteration, the checkpoint; shows the progress; stops at Ctrl-C, at SIGTERM, and
-    when a metric is not finite (-inf means: no value yet)."""
+def finite_metrics(args, folder, iteration, metrics):
+    """The metrics as numbers. One that is not finite ends the run; before the first update nan means: no value yet."""
+    values = {name: float(metrics[name]) for name in METRICS if name in metrics}
+    missing = {name: x for name, x in values.items() if not math.isfinite(x)}
+    for name, x in missing.items():
+        if iteration >= args.first_update:
+            fail(f"iteration {iteration}: {name} is {x}; the last good checkpoint, if any, is kept in {folder}", code=1)
+    return {name: x for name, x in values.items() if name not in missing}
+
+
+def show_progress(args, bar, row):
+    """On a terminal tqdm's bar; elsewhere a line for each twentieth of the run."""
+    name = "coverage" if "coverage" in row else "achievements"
+    result = f"{name} {round(row[name], 2):,.10g}, {row['steps_per_second']:,.0f} steps/s"
+    iterations_left = args.num_iterations - row["iteration"]
+    if not bar.disable:
+        bar.set_postfix_str(result, refresh=False)
+        bar.update()
+    elif row["iteration"] % math.ceil(args.num_iterations / 20) == 0 or not iterations_left:
+        left = f"{clock(iterations_left * args.steps_per_iteration / row['steps_per_second'])} left"
+        when = left if row["iteration"] >= args.first_update else "not learning yet"
+        print(f"{row['iteration'] / args.num_iterations:4.0%}  {result}, {when}", flush=True)
+
+
+def iterations(args, folder, state, seconds, iterate):
+    """Yield (state, row of metrics, whatever else iterate returns) after each iteration. Writes metrics.csv, shows the
+    progress, and saves checkpoints when the caller is done with the iteration. Stops at Ctrl-C and SIGTERM."""
     if args.track:
         import wandb
 
         wandb.init(project="ctec", id=folder.name, resume="allow", config=dataclasses.asdict(args), dir=folder)
-    log, stop, recent, saved, learning = open(folder / "metrics.csv", "a"), [], [], time.time(), False
-    handlers = {number: signal.signal(number, lambda number, _: stop.append(number)) for number in (2, 15)}
+    received = []  # signals
+    handle = lambda number, _: received.append(signal.Signals(number))
+    handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    first = int(state.iteration) + 1
+    layout = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
+    bar = tqdm(total=args.num_iterations, initial=first - 1, bar_format=layout, disable=None)  # None: if no terminal
+    log = open(folder / "metrics.csv", "a", newline="")
+    writer = csv.DictWriter(log, METRICS, lineterminator="\n")
+    recent = collections.deque(maxlen=20)  # seconds of the latest iterations, without those before the first update
+    saved = time.time()
     try:
-        for iteration in range(int(state.iteration) + 1, args.num_iterations + 1):
-            began, last = time.time(), iteration == args.num_iterations
+        for iteration in range(first, args.num_iterations + 1):
+            began = time.time()
             state, metrics, *more = iterate(state)
-            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-            spent, values = time.time() - began, {name: metrics[name] for name in METRICS if name in metrics}
-            bad = [name for name, x in values.items() if not np.isfinite(x) and (learning or x != -np.inf)]
-            if bad:
-                words = f"iteration {iteration}: {bad[0]} is {values[bad[0]]}"
-                fail(f"{words}; the last good checkpoint, if there was one, is untouched in {folder}", code=1)
-            learning, seconds = -np.inf not in values.values(), seconds + spent
-            recent = [*recent[-19:], spent] if learning else []
-            row = {"iteration": iteration, "steps": iteration * steps, "seconds": round(seconds, 1)}
-            row |= {"steps_per_second": round(steps * max(len(recent), 1) / sum(recent or [spent]), 1)}
-            row |= {name: x for name, x in values.items() if np.isfinite(x)}
-            log.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
+            metrics = jax.device_get(metrics)
+            spent = time.time() - began
+            seconds += spent
+            if iteration <= args.first_update:
+                recent.clear()
+            recent.append(spent)
+
+            values = finite_metrics(args, folder, iteration, metrics)
+            rate = len(recent) * args.steps_per_iteration / sum(recent)
+            row = {"iteration": iteration, "steps": iteration * args.steps_per_iteration}
+            row |= {"seconds": round(seconds, 1), "steps_per_second": round(rate, 1)} | values
+            writer.writerow(row)
             log.flush()
-            show_progress(args, row, learning)
             if args.track:
                 wandb.log(row, step=row["steps"])
+            show_progress(args, bar, row)
             yield state, row, *more
-            if stop or last or time.time() - saved >= 60 * args.checkpoint_minutes:
+
+            last = iteration == args.num_iterations
+            if received or last or time.time() - saved >= 60 * args.checkpoint_minutes:
                 try:
-                    save_checkpoint(folder / "checkpoint.msgpack", state)
-                except OSError as error:  # a full disk may have room again before the next one
-                    if stop or last:
+                    save_checkpoint(folder / "checkpoint.npz", state)
+                except (OSError, MemoryError) as error:  # there may be room again before the next one
+                    if received or last:
                         raise
-                    print(f"\nwarning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+                    bar.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
                 saved = time.time()
-            if stop and not last:
-                go_on = f"go on with: python {Path(__file__).name} --resume {folder}"
-                fail(f"stopped by signal {stop[0]}; {go_on}", code=128 + stop[0])
+            if received and not last:
+                bar.close()
+                resume = f"python {Path(__file__).name} --resume {folder}"
+                fail(f"stopped by {received[0].name}; go on with: {resume}", code=128 + received[0])
     finally:
+        bar.close()
+        log.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        log.close()
         if args.track:
             wandb.finish()
+
+
+# ---------------------------------------------------------------------------------------------------- pictures
+def picture_iterations(args):
+    """Five moments of a run, the end among them."""
+    return {round(k * args.num_iterations / 5) for k in range(1, 6)}
 
 
 def draw_places(axes, env, title, values=None, **style):
@@ -553,24 +753,30 @@ def draw_places(axes, env, title, values=None, **style):
     axes.plot(*env.start, "o", color="red")
     axes.set(title=title, xlabel="x (m)", ylabel="y (m)", aspect="equal")
     if values is not None:
-        extent = env.low[0], env.high[0], env.low[1], env.high[1]
+        extent = (env.low[0], env.high[0], env.low[1], env.high[1])
         return axes.imshow(values.T, origin="lower", extent=extent, **style)
+
+
+def of_bins(env):
+    return f" of {env.free_bins:,}" if env.free_bins else ""
 
 
 def save_coverage(args, env, folder, visited, steps, frames):
     """coverage.png and .npz, and the last steps: rollout.html (Brax's viewer) or rollout.png (of 16 points)."""
     from matplotlib.figure import Figure
 
-    visited, of_bins = np.asarray(visited).reshape(env.grid), f" of {env.bins:,}" if env.bins else ""
+    visited = np.asarray(visited).reshape(env.grid_shape)
     write_atomically(folder / "coverage.npz", lambda file: np.savez(file, visited=visited, low=env.low, high=env.high))
-    figure, flat = Figure((7, 6), layout="constrained"), visited.reshape(*env.grid[:2], -1).any(axis=-1)
-    title = f"{args.env}: {visited.sum():,}{of_bins} bins in {steps:,} steps"
+    figure = Figure((7, 6), layout="constrained")
+    flat = visited.reshape(*env.grid_shape[:2], -1).any(axis=-1)
+    title = f"{args.env}: {visited.sum():,}{of_bins(env)} bins in {steps:,} steps"
     draw_places(figure.add_subplot(), env, title, np.where(flat, 0.6, np.nan), cmap="Blues", vmin=0, vmax=1)
     figure.savefig(folder / "coverage.png", dpi=100)
+
     frames = jax.tree.map(lambda *x: np.concatenate(x)[-args.episode_length :], *frames)
     if hasattr(env, "sys"):
-        places = [jax.tree.map(lambda x: x[t], frames) for t in range(len(frames.pos))]
-        states = [base.State(q=None, qd=None, x=x, xd=None, contact=None) for x in places]
+        poses = [jax.tree.map(lambda x, t=t: x[t], frames) for t in range(len(frames.pos))]
+        states = [base.State(q=None, qd=None, x=x, xd=None, contact=None) for x in poses]
         (folder / "rollout.html").write_text(html.render(env.sys, states))
     else:
         figure = Figure((7, 6), layout="constrained")
@@ -580,68 +786,77 @@ def save_coverage(args, env, folder, visited, steps, frames):
         figure.savefig(folder / "rollout.png", dpi=100)
 
 
-# --------------------------------------------------------------------------------------------------------- main
+# -------------------------------------------------------------------------------------------------------- main
 def parse_args(argv=None):
-    """The paper's numbers, then the preset's, or those of the run that is resumed; explicit flags win."""
-
-    def parse(default):
-        try:
-            with contextlib.redirect_stderr(io.StringIO()) as box:
-                return tyro.cli(Args, args=argv, default=default, description=__doc__)
-        except SystemExit as stop:
-            if not stop.code:
-                raise
-            message = re.split("[─-]{4,}", box.getvalue())[1]  # the first part of tyro's framed one
-            fail(" ".join(re.sub("[│╮]", " ", message).split()).rstrip(".") + "; see --help")
-
-    args = parse(Args())
+    """Explicit flags win over the preset, the preset over the paper's changes for one robot, those over the defaults.
+    With --resume, explicit flags win over the arguments of the earlier run."""
+    parse = functools.partial(tyro.cli, Args, args=argv, description=__doc__)
+    args = parse()
     if not args.resume:
-        return parse(Args(**PAPER.get(args.env.split("_")[0], {}) | PRESETS[args.preset]))
+        robot = args.env.split("_")[0]
+        return parse(default=Args(**PAPER.get(robot, {}) | PRESETS[args.preset]))
     try:
-        return parse(Args(**json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume}))
+        earlier = json.loads((Path(args.resume) / "args.json").read_text())
+        default = Args(**earlier | {"resume": args.resume})
     except (OSError, ValueError, TypeError) as error:
         fail(f"--resume {args.resume}: it is not the folder of a run of this script ({error})")
+    return parse(default=default)
+
+
+MAY_BE_ZERO = ("seed", "checkpoint_minutes", "logsumexp_penalty", "noise", "forward_coef", "entropy_coef", "value_coef",
+               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum")  # fmt: skip
+AT_MOST_ONE = ("target_rate", "gae_lambda", "forward_weight")
+BELOW_ONE = ("gamma", "gamma_cl", "reward_momentum")
 
 
 def check_numbers(args):
     """One line and exit code 2 for a number that makes no sense."""
+    if not args.run_dir:
+        fail("--run-dir: it must not be empty")
     for name, value in dataclasses.asdict(args).items():
-        zero, number = re.search("seed|minutes|coef|penalty|random|video", name), type(value) in (int, float)
-        if number and not (value > 0 or (zero and value == 0)):
-            fail(f"--{name.replace('_', '-')} {value}: it must be {'at least' if zero else 'above'} 0")
-        if name.startswith("gamma") and value >= 1:
-            fail(f"--{name.replace('_', '-')} {value}: it must be below 1")
+        if type(value) not in (int, float):
+            continue
+        flag = f"--{name.replace('_', '-')} {value}"
+        if not math.isfinite(value):
+            fail(f"{flag}: it must be a finite number")
+        if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
+            fail(f"{flag}: it must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
+        if value > 1 and name in AT_MOST_ONE:
+            fail(f"{flag}: it must be at most 1")
+        if value >= 1 and name in BELOW_ONE:
+            fail(f"{flag}: it must be below 1")
+        if value >= 2**32 and name == "seed":
+            fail(f"{flag}: it must be below 2^32")
 
 
 def finish(env, folder, row):
     """The last lines of a run, and what main returns."""
-    pictures = ", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".html")))
-    of_bins = f" of {env.bins:,}" if env.bins else ""
-    print(f"coverage {row['coverage']:,.0f}{of_bins} bins after {row['steps']:,} steps in {clock(row['seconds'])}")
-    print(f"pictures {pictures}\nfolder   {folder}")
+    pictures = sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".html"))
+    print(f"coverage {row['coverage']:,.0f}{of_bins(env)} bins after {row['steps']:,} steps in {clock(row['seconds'])}")
+    print(f"pictures {', '.join(pictures)}")
+    print(f"folder   {folder}")
     return row | {"folder": str(folder)}
 
 
 def main(args):
     """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
     check_numbers(args)
-    env, steps = make_env(args.env), args.num_envs * args.unroll_length
-    folder, state, seconds = start_run(args, lambda: init_state(args, env), "no replay buffer", 0)
-    moments = {round(k * args.num_iterations / 5) for k in range(1, 6)}
-    began, frames = time.time(), []
-    iterate = train_iteration.lower(args, env, state).compile()
-    print(f"compiled in {clock(time.time() - began)}", flush=True)
-    for state, row, frame in iterations(args, folder, state, seconds, steps, iterate):
-        frames = [*frames, jax.device_get(frame)][-(-(-args.episode_length // args.unroll_length)) :]
-        if row["iteration"] in moments:
-            save_coverage(args, env, folder, state.visited, row["steps"], frames)
+    env = make_env(args.env)
+    init = functools.partial(init_state, args, env)
+    folder, state, seconds = start_run(args, init, jax.eval_shape(init), "no replay buffer")
+    frames = collections.deque(maxlen=math.ceil(args.episode_length / args.unroll_length))
+    iterate = compile_iteration(args, env, state)
+    for state, row, frame in iterations(args, folder, state, seconds, iterate):
+        frames.append(jax.device_get(frame))
+        if row["iteration"] in picture_iterations(args):
+            save_coverage(args, env, folder, state.coverage.visited, row["steps"], frames)
     return finish(env, folder, row)
 
 
 if __name__ == "__main__":
     try:
         main(parse_args())
-    except OSError as error:  # a full disk, as a rule
+    except (OSError, MemoryError) as error:  # a full disk, as a rule
         fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
     except KeyboardInterrupt:
         fail("stopped before the first iteration", code=130)

@@ -3,24 +3,33 @@
 What exploration without learning unlocks, as a baseline of C-TeC (Mohamed et al., "Temporal Representations for
 Exploration", ICLR 2026): the game, the achievements and the pictures of ctec_ppo_rnn_craftax.py, and nothing else.
 
+One iteration:
+
+    64 times, in every environment:                                                   # collect
+        act uniformly, count achievements at a done
+
     python random_craftax.py                          # the paper's number of steps
     python random_craftax.py --preset laptop          # as many as the other scripts' preset
     python random_craftax.py --resume runs/<folder>   # go on from the last checkpoint
+
+Metrics and results: docs/random_craftax.md
 """
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#   "jax==0.10.2", "flax==0.12.8", "craftax==1.6.1", "numpy==2.4.6", "tyro==1.0.16",
+#   "jax==0.10.2", "flax==0.12.8", "craftax==1.6.1", "numpy==2.4.6", "tyro==1.0.16", "tqdm==4.70.1",
 #   "matplotlib==3.11.2", "pillow==13.0.0", "wandb==0.31.0",
 # ]
 # ///
-import contextlib
+
+import collections
+import csv
 import dataclasses
 import functools
 import io
 import json
+import math
 import os
-import re
 import signal
 import sys
 import time
@@ -32,9 +41,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from tqdm import tqdm
 
 
-# ---------------------------------------------------------------------------------------------------- arguments
+# --------------------------------------------------------------------------------------------------- arguments
 @dataclasses.dataclass(frozen=True)
 class Args:
     env: Literal["craftax_classic"] = "craftax_classic"
@@ -50,13 +60,13 @@ class Args:
     run_dir: str = "runs"
     """where the folder of the run is made"""
     checkpoint_minutes: float = 10.0
-    """time between checkpoints; there is one at the end, at Ctrl-C and at SIGTERM anyway"""
+    """minutes between checkpoints; there is always one at the end, at Ctrl-C and at SIGTERM"""
     track: bool = False
     """send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)"""
     video_steps: int = 500
     """longest rollout.gif, in steps of an episode of the final policy; 0: none"""
     episode_window: int = 1024
-    """finished episodes, the latest ones, over which the achievement rates are taken"""
+    """number of latest finished episodes over which the achievement rates are taken"""
 
     num_envs: int = 1024
     """parallel environments (Craftax baselines)"""
@@ -66,8 +76,16 @@ class Args:
     """optimistic resets: one new world is made for this many environment steps (Craftax baselines)"""
 
     @property
+    def steps_per_iteration(self):
+        return self.num_envs * self.num_steps
+
+    @property
     def num_iterations(self):
-        return -(-self.total_timesteps // (self.num_envs * self.num_steps))
+        return math.ceil(self.total_timesteps / self.steps_per_iteration)
+
+    @property
+    def first_update(self):
+        return 1  # nothing is ever learned: every metric has a value from the start
 
 
 PAPER = {}  # there is one environment, and the defaults are its numbers
@@ -77,16 +95,146 @@ PRESETS = {
 }
 
 
-# ------------------------------------------------------------------------------------------------- environments
+# -------------------------------------------------------------------------- the method: uniform random actions
+@flax.struct.dataclass
+class Worlds:  # the scan carry of a rollout, (N, ...)
+    world: Any  # Craftax's state
+    length: jax.Array  # steps of the episode so far
+    reward: jax.Array  # of the episode so far
+
+
+def act_at_random(env, now, key):
+    """One uniform step in every environment, without resets. Returns the worlds after it and where an episode ended."""
+    key_action, key_env = jax.random.split(key)
+    action = jax.random.randint(key_action, now.length.shape, 0, env.num_actions)
+    keys = jax.random.split(key_env, len(action))
+    world, _, reward, done = jax.vmap(env.step)(keys, now.world, action)
+    return Worlds(world, now.length + 1, now.reward + reward), done
+
+
+def collect(args, env, state, key):
+    """`num_steps` uniform steps in every environment. An episode that ends goes on in a new world. These are made
+    beforehand, one for `reset_ratio` environment steps, and taken in turn (again from the first, should they run out).
+    """
+    next_key, key_worlds, key_steps = jax.random.split(key, 3)
+    starts = init_worlds(env, key_worlds, math.ceil(args.steps_per_iteration / args.reset_ratio))
+
+    def step(carry, key):
+        now, used = carry
+        after, done = act_at_random(env, now, key)
+        ended = (done, after.world.achievements, after.length, after.reward)  # before the reset
+        fresh = (used + jnp.cumsum(done) - 1) % len(starts.length)
+
+        def restart(start, x):
+            return jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start[fresh], x)
+
+        return (jax.tree.map(restart, starts, after), used + jnp.sum(done)), ended
+
+    (worlds, _), ended = jax.lax.scan(step, (state.worlds, 0), jax.random.split(key_steps, args.num_steps))
+    return state.replace(key=next_key, worlds=worlds, episodes=insert_episodes(state.episodes, *ended))
+
+
+# ---------------------------------------------------------------------------------------------------- training
+@flax.struct.dataclass
+class TrainState:
+    key: jax.Array
+    iteration: jax.Array
+    worlds: Worlds
+    episodes: "Episodes"
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def train_iteration(args, env, state):
+    """Collect; nothing is trained."""
+    state = collect(args, env, state.replace(iteration=state.iteration + 1), state.key)
+    return state, episode_metrics(state.episodes)
+
+
+# ----------------------------------------------------------------------------------------------- initial state
+def init_worlds(env, key, number):
+    """New worlds, made 32 at a time: more need much memory, and a CPU is slower with more."""
+    world, _ = jax.lax.map(env.reset, jax.random.split(key, number), batch_size=32)
+    return Worlds(world, jnp.zeros(number, jnp.int32), jnp.zeros(number))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def init_state(args, env):
+    """The whole state of a run: everything that a checkpoint holds."""
+    key, key_env = jax.random.split(jax.random.PRNGKey(args.seed))
+    return TrainState(key, jnp.int32(0), init_worlds(env, key_env, args.num_envs), init_episodes(args))
+
+
+# ==================================================================================================== appendix
+# What a reader of the method does not need: achievements, the game, the run's folder, pictures, and main.
+
+
+# ------------------------------------------------------------------------------------------------ achievements
 ACHIEVEMENTS = """collect_wood place_table eat_cow collect_sapling collect_drink make_wood_pickaxe make_wood_sword
     place_plant defeat_zombie collect_stone place_stone eat_plant defeat_skeleton make_stone_pickaxe make_stone_sword
     wake_up place_furnace collect_coal collect_iron collect_diamond make_iron_pickaxe make_iron_sword""".split()
 
 
+@flax.struct.dataclass
+class Episodes:
+    """The latest finished episodes, in a ring buffer: number k is in row k % W."""
+
+    achievements: jax.Array  # (W, 22) bool
+    length: jax.Array  # (W,)
+    reward: jax.Array  # (W,) the game's
+    count: jax.Array  # () finished so far
+
+
+def init_episodes(args):
+    return Episodes(
+        achievements=jnp.zeros((args.episode_window, len(ACHIEVEMENTS)), bool),
+        length=jnp.zeros(args.episode_window, jnp.int32),
+        reward=jnp.zeros(args.episode_window),
+        count=jnp.int32(0),
+    )
+
+
+def insert_episodes(episodes, done, achievements, length, reward):
+    """Add those of T x N steps that end an episode; if there are more than W of them, the last W."""
+    window = len(episodes.length)
+    rank = jnp.cumsum(done.ravel())  # 1, 2, ... at the steps that end an episode
+    keep = done.ravel() & (rank > rank[-1] - window)
+    row = jnp.where(keep, (episodes.count + rank - 1) % window, window)  # row W is dropped
+    put = lambda ring, x: ring.at[row].set(x.reshape(-1, *x.shape[2:]), mode="drop")
+    return Episodes(
+        achievements=put(episodes.achievements, achievements),
+        length=put(episodes.length, length),
+        reward=put(episodes.reward, reward),
+        count=episodes.count + rank[-1],
+    )
+
+
+def achievement_rates(episodes):
+    """(22,) fraction of the latest episodes that unlocked each achievement; 0 before the first episode ended."""
+    return jnp.sum(episodes.achievements, axis=0) / jnp.clip(episodes.count, 1, len(episodes.length))
+
+
+def crafter_score(rates):
+    return jnp.exp(jnp.mean(jnp.log(1 + 100 * rates))) - 1
+
+
+def episode_metrics(episodes):
+    rates = achievement_rates(episodes)
+    stored = jnp.clip(episodes.count, 1, len(episodes.length))
+    return dict(zip(ACHIEVEMENTS, rates)) | {
+        "achievements": jnp.sum(rates),
+        "crafter_score": crafter_score(rates),
+        "episodes": episodes.count,
+        "episode_length": jnp.sum(episodes.length) / stored,
+        "episode_return": jnp.sum(episodes.reward) / stored,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ environments
 class CraftaxClassic:
     """Craftax-Classic-Symbolic-v1, without its auto-reset."""
 
-    state_size, num_actions = 1345, 17
+    state_size = 1345
+    num_actions = 17
 
     def __init__(self):
         from craftax.craftax_env import make_craftax_env_from_name  # here, because it starts the device
@@ -108,112 +256,10 @@ def make_craftax():
     return CraftaxClassic()
 
 
-# ------------------------------------------------------------------------------------------------- achievements
-@flax.struct.dataclass
-class Episodes:
-    """The latest finished episodes, in a ring: number k is in row k % W."""
-
-    achievements: jax.Array  # (W, 22) bool
-    length: jax.Array  # (W,)
-    reward: jax.Array  # (W,) the game's
-    count: jax.Array  # () finished so far
-
-
-def no_episodes(args):
-    zero = lambda *size, dtype=jnp.int32: jnp.zeros((args.episode_window, *size), dtype)
-    return Episodes(zero(len(ACHIEVEMENTS), dtype=bool), zero(), zero(dtype=jnp.float32), jnp.int32(0))
-
-
-def insert_episodes(episodes, done, achievements, length, reward):
-    """Adds those of T x N steps that end an episode; if there are more than W of them, the last W."""
-    rank = jnp.cumsum(done.ravel())
-    keep = done.ravel() & (rank > rank[-1] - len(episodes.length))
-    row = jnp.where(keep, (episodes.count + rank - 1) % len(episodes.length), len(episodes.length))
-    put = lambda ring, x: ring.at[row].set(x.reshape(-1, *x.shape[2:]), mode="drop")
-    rings = episodes.achievements, episodes.length, episodes.reward
-    return Episodes(*map(put, rings, (achievements, length, reward)), episodes.count + rank[-1])
-
-
-def achievement_rates(episodes):
-    """(22,) fraction of the latest episodes that unlocked each; 0 before the first one ended."""
-    return jnp.sum(episodes.achievements, axis=0) / jnp.clip(episodes.count, 1, len(episodes.length))
-
-
-def crafter_score(rates):
-    return jnp.exp(jnp.mean(jnp.log(1 + 100 * rates))) - 1
-
-
-def episode_metrics(episodes):
-    rates, stored = achievement_rates(episodes), jnp.clip(episodes.count, 1, len(episodes.length))
-    return dict(zip(ACHIEVEMENTS, rates)) | dict(
-        achievements=jnp.sum(rates), crafter_score=crafter_score(rates), episodes=episodes.count,
-        episode_length=jnp.sum(episodes.length) / stored, episode_return=jnp.sum(episodes.reward) / stored,
-    )  # fmt: skip
-
-
-# ----------------------------------------------------------------------------------------------------- training
-@flax.struct.dataclass
-class Worlds:
-    """What goes from step to step, (N, ...)."""
-
-    world: Any  # Craftax's state
-    length: jax.Array  # steps and reward of the episode so far
-    reward: jax.Array
-
-
-@flax.struct.dataclass
-class TrainState:
-    key: jax.Array
-    iteration: jax.Array
-    worlds: Worlds
-    episodes: Episodes
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def init_state(args, env):
-    """The whole state of a run: everything that a checkpoint holds."""
-    key, key_env = jax.random.split(jax.random.PRNGKey(args.seed))
-    return TrainState(key, jnp.int32(0), new_worlds(env, key_env, args.num_envs), no_episodes(args))
-
-
-def new_worlds(env, key, number):
-    """They are made 32 at a time: more need much memory, and a CPU is slower with more."""
-    world, _ = jax.lax.map(env.reset, jax.random.split(key, number), batch_size=32)
-    return Worlds(world, jnp.zeros(number, jnp.int32), jnp.zeros(number))
-
-
-def act_at_random(env, now, key):
-    """One uniform step in every environment, without resets: the worlds after it, and where an episode ended."""
-    key_action, key_env = jax.random.split(key)
-    action = jax.random.randint(key_action, now.length.shape, 0, env.num_actions)
-    keys = jax.random.split(key_env, len(action))
-    world, _, reward, done = jax.vmap(env.step)(keys, now.world, action)
-    return Worlds(world, now.length + 1, now.reward + reward), done
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def train_iteration(args, env, state):
-    """`num_steps` uniform steps in every environment. Nothing is trained. An episode that ends goes on in a new world;
-    these are made beforehand, one for `reset_ratio` environment steps, and taken in turn."""
-    key, key_worlds, key_steps = jax.random.split(state.key, 3)
-    starts = new_worlds(env, key_worlds, -(-args.num_envs * args.num_steps // args.reset_ratio))
-
-    def step(carry, key):
-        now, used = carry
-        after, done = act_at_random(env, now, key)
-        ended = done, after.world.achievements, after.length, after.reward  # before the reset
-        fresh = (used + jnp.cumsum(done) - 1) % len(starts.length)
-        restart = lambda start, x: jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start[fresh], x)
-        return (jax.tree.map(restart, starts, after), used + jnp.sum(done)), ended
-
-    (worlds, _), ended = jax.lax.scan(step, (state.worlds, 0), jax.random.split(key_steps, args.num_steps))
-    episodes = insert_episodes(state.episodes, *ended)
-    return TrainState(key, state.iteration + 1, worlds, episodes), episode_metrics(episodes)
-
-
-# ------------------------------------------------------------------------------- logging, pictures, checkpoint
+# ----------------------------------------------------------------------------------- run folder and checkpoint
 METRICS = """iteration steps seconds steps_per_second achievements crafter_score episodes episode_length
-    episode_return""".split() + ACHIEVEMENTS
+    episode_return""".split()  # the columns of metrics.csv
+METRICS += ACHIEVEMENTS
 
 
 def fail(message, code=2):
@@ -222,8 +268,11 @@ def fail(message, code=2):
 
 
 def clock(seconds):
-    unit, name = (1, "s") if seconds < 90 else (60, "min") if seconds < 5400 else (3600, "h")
-    return f"{seconds / unit:,.{int(unit > 1)}f} {name}"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:,.1f} h"
 
 
 def write_atomically(path, write):
@@ -239,124 +288,212 @@ def write_atomically(path, write):
         temporary.unlink(missing_ok=True)
 
 
+def leaf_name(path):
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def save_checkpoint(path, state):
-    leaves = {jax.tree_util.keystr(name): np.asarray(x) for name, x in jax.tree_util.tree_leaves_with_path(state)}
-    write_atomically(path, lambda file: file.write(flax.serialization.msgpack_serialize(leaves)))
+    """Every array of the state under its name. np.savez fetches and writes them one after the other."""
+    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(state)}
+    write_atomically(path, lambda file: np.savez(file, **leaves))
 
 
 def load_checkpoint(path, template):
-    """The state in path, which must have the structure and the shapes of template."""
+    """The state in path, whose arrays must have the names, shapes and dtypes of template."""
+
+    def restore(name, expected):
+        array = file[leaf_name(name)]
+        if (array.shape, array.dtype) != (expected.shape, expected.dtype):
+            found = f"{array.dtype}{list(array.shape)}, not {expected.dtype}{list(expected.shape)}"
+            raise ValueError(f"{leaf_name(name)} is {found}")
+        return jnp.array(array)
+
     try:
-        leaves = flax.serialization.msgpack_restore(path.read_bytes())
-        restore = lambda name, x: jnp.asarray(leaves[jax.tree_util.keystr(name)], x.dtype).reshape(x.shape)
-        return jax.tree_util.tree_map_with_path(restore, template)
-    except Exception as error:  # no file, half a file, a file that does not fit: each has its own
-        fail(f"{path} is no checkpoint of this run ({error!r}): put a copy in its place, or start without --resume")
+        with np.load(path, allow_pickle=False) as file:
+            return jax.tree_util.tree_map_with_path(restore, template)
+    except Exception as error:  # missing, truncated and mismatched files raise different exceptions
+        fail(f"{path} is no checkpoint of this run ({error}): put a copy in its place, or start without --resume")
 
 
-def start_run(args, init, buffer, flops):
-    """The run's folder, its state (from init() or the checkpoint), and the seconds it took so far. The flops are those
-    of an iteration; buffer says what takes the memory."""
-    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, state, iteration, rows = Path(args.resume or f"{args.run_dir}/{name}"), None, 0, []
+def read_metrics(path, iteration):
+    """The rows of metrics.csv up to an iteration, as dictionaries."""
+    try:
+        with open(path, newline="") as file:
+            reader = csv.DictReader(file)
+            rows = [row for row in reader if None not in row.values()]  # a kill may have cut the last one
+    except (OSError, csv.Error) as error:
+        fail(f"{path}: {error}; it belongs to the checkpoint beside it")
+    if reader.fieldnames != METRICS:
+        fail(f"{path} is of another version of this script")
+    return [row for row in rows if int(row["iteration"]) <= iteration]
+
+
+def write_metrics(path, rows):
+    text = io.StringIO()
+    writer = csv.DictWriter(text, METRICS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+
+
+def nbytes(tree):
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def check_memory(args, template):
+    """One line and exit code 2, before anything is allocated, if the state of the run does not fit the device."""
+    device = jax.devices()[0]
+    limits = device.memory_stats() or {}  # a CPU has none
+    there = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if nbytes(template) > there:
+        needed = f"the state of the run needs {nbytes(template) / 1e9:,.1f} GB"
+        fail(f"--num-envs {args.num_envs}: {needed}, the device ({device.platform}) has {there / 1e9:,.1f} GB")
+
+
+def start_run(args, init, template, buffers):
+    """Make the run's folder, or open the one to resume. Returns it, the state (init(), or the checkpoint's) and the
+    seconds spent so far. template has the state's shapes; buffers says in words what takes the memory."""
+    check_memory(args, template)
+    state = None
+    rows = []
     if args.resume:
-        state = load_checkpoint(folder / "checkpoint.msgpack", jax.eval_shape(init))
-        header, *rows = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
-        if header != METRICS:
-            fail(f"{folder}/metrics.csv is of another version of this script")
-        iteration = int(state.iteration)
-        rows = [row for row in rows if len(row) == len(METRICS) and int(row[0]) <= iteration]
-    if iteration >= args.num_iterations:
-        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    folder.mkdir(parents=True, exist_ok=bool(args.resume))
+        folder = Path(args.resume)
+        state = load_checkpoint(folder / "checkpoint.npz", template)
+        rows = read_metrics(folder / "metrics.csv", int(state.iteration))
+        if state.iteration >= args.num_iterations:
+            fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
+    else:
+        name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = Path(args.run_dir) / name
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
     config = json.dumps(dataclasses.asdict(args) | {"resume": ""}, indent=1)
-    table = "".join(",".join(row) + "\n" for row in [METRICS, *rows])
     write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
-    write_atomically(folder / "metrics.csv", lambda file: file.write(table.encode()))
+    write_metrics(folder / "metrics.csv", rows)
 
-    device, x = jax.devices()[0], jnp.ones((1024, 1024))
-    multiply = jax.jit(jnp.matmul).lower(x, x).compile()
-    began = time.time()
-    jax.block_until_ready(multiply(x, x))
-    seconds = 2 * flops * (args.num_iterations - iteration) * (time.time() - began) / 2**31  # half a product's rate
-    expected = f"expected time about {clock(seconds)} for learning, plus the environments'" if flops else "no learning"
+    device = jax.devices()[0]
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"device {device.platform} ({device.device_kind}), {buffer}, {expected}", flush=True)
+    print(f"device {device.platform} ({device.device_kind}), {buffers}", flush=True)
     if device.platform == "cpu" and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
-    return folder, state or init(), float(rows[-1][METRICS.index("seconds")]) if rows else 0.0
+    seconds = float(rows[-1]["seconds"]) if rows else 0.0
+    return folder, state or init(), seconds
 
 
-def show_progress(args, row, learning):
-    """One line that is rewritten on a terminal; elsewhere a line for each twentieth of the run."""
-    done, live, rate = row["iteration"] / args.num_iterations, sys.stdout.isatty(), row["steps_per_second"]
-    left = f"{clock(row['steps'] * (1 / done - 1) / rate)} left   " if learning else "not learning yet"
-    if live or done == 1 or row["iteration"] % -(-args.num_iterations // 20) == 0:
-        name = next(name for name in METRICS[4:] if name in row)  # coverage, or achievements
-        result = f"{name} {round(row[name], 2):,.10g}"
-        bar = f"[{'#' * int(30 * done):30}] {done:4.0%}  {result}  {rate:,.0f} steps/s  {left}"
-        print(bar, end="\r" if live and done < 1 else "\n", flush=True)
+def compile_iteration(args, env, state):
+    """train_iteration for this state, compiled now, so that the first iteration is timed like the others."""
+    began = time.time()
+    iterate = train_iteration.lower(args, env, state).compile()
+    print(f"compiled in {clock(time.time() - began)}", flush=True)
+    return iterate
 
 
-def iterations(args, folder, state, seconds, steps, iterate):
-    """The state, a row of metrics, and whatever else iterate returns, after each iteration. Writes metrics.csv and,
-    when the caller is done with the iteration, the checkpoint; shows the progress; stops at Ctrl-C, at SIGTERM, and
-    when a metric is not finite (-inf means: no value yet)."""
+def finite_metrics(args, folder, iteration, metrics):
+    """The metrics as numbers. One that is not finite ends the run; before the first update nan means: no value yet."""
+    values = {name: float(metrics[name]) for name in METRICS if name in metrics}
+    missing = {name: x for name, x in values.items() if not math.isfinite(x)}
+    for name, x in missing.items():
+        if iteration >= args.first_update:
+            fail(f"iteration {iteration}: {name} is {x}; the last good checkpoint, if any, is kept in {folder}", code=1)
+    return {name: x for name, x in values.items() if name not in missing}
+
+
+def show_progress(args, bar, row):
+    """On a terminal tqdm's bar; elsewhere a line for each twentieth of the run."""
+    name = "coverage" if "coverage" in row else "achievements"
+    result = f"{name} {round(row[name], 2):,.10g}, {row['steps_per_second']:,.0f} steps/s"
+    iterations_left = args.num_iterations - row["iteration"]
+    if not bar.disable:
+        bar.set_postfix_str(result, refresh=False)
+        bar.update()
+    elif row["iteration"] % math.ceil(args.num_iterations / 20) == 0 or not iterations_left:
+        left = f"{clock(iterations_left * args.steps_per_iteration / row['steps_per_second'])} left"
+        when = left if row["iteration"] >= args.first_update else "not learning yet"
+        print(f"{row['iteration'] / args.num_iterations:4.0%}  {result}, {when}", flush=True)
+
+
+def iterations(args, folder, state, seconds, iterate):
+    """Yield (state, row of metrics, whatever else iterate returns) after each iteration. Writes metrics.csv, shows the
+    progress, and saves checkpoints when the caller is done with the iteration. Stops at Ctrl-C and SIGTERM."""
     if args.track:
         import wandb
 
         wandb.init(project="ctec", id=folder.name, resume="allow", config=dataclasses.asdict(args), dir=folder)
-    log, stop, recent, saved, learning = open(folder / "metrics.csv", "a"), [], [], time.time(), False
-    handlers = {number: signal.signal(number, lambda number, _: stop.append(number)) for number in (2, 15)}
+    received = []  # signals
+    handle = lambda number, _: received.append(signal.Signals(number))
+    handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    first = int(state.iteration) + 1
+    layout = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
+    bar = tqdm(total=args.num_iterations, initial=first - 1, bar_format=layout, disable=None)  # None: if no terminal
+    log = open(folder / "metrics.csv", "a", newline="")
+    writer = csv.DictWriter(log, METRICS, lineterminator="\n")
+    recent = collections.deque(maxlen=20)  # seconds of the latest iterations, without those before the first update
+    saved = time.time()
     try:
-        for iteration in range(int(state.iteration) + 1, args.num_iterations + 1):
-            began, last = time.time(), iteration == args.num_iterations
+        for iteration in range(first, args.num_iterations + 1):
+            began = time.time()
             state, metrics, *more = iterate(state)
-            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-            spent, values = time.time() - began, {name: metrics[name] for name in METRICS if name in metrics}
-            bad = [name for name, x in values.items() if not np.isfinite(x) and (learning or x != -np.inf)]
-            if bad:
-                words = f"iteration {iteration}: {bad[0]} is {values[bad[0]]}"
-                fail(f"{words}; the last good checkpoint, if there was one, is untouched in {folder}", code=1)
-            learning, seconds = -np.inf not in values.values(), seconds + spent
-            recent = [*recent[-19:], spent] if learning else []
-            row = {"iteration": iteration, "steps": iteration * steps, "seconds": round(seconds, 1)}
-            row |= {"steps_per_second": round(steps * max(len(recent), 1) / sum(recent or [spent]), 1)}
-            row |= {name: x for name, x in values.items() if np.isfinite(x)}
-            log.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
+            metrics = jax.device_get(metrics)
+            spent = time.time() - began
+            seconds += spent
+            if iteration <= args.first_update:
+                recent.clear()
+            recent.append(spent)
+
+            values = finite_metrics(args, folder, iteration, metrics)
+            rate = len(recent) * args.steps_per_iteration / sum(recent)
+            row = {"iteration": iteration, "steps": iteration * args.steps_per_iteration}
+            row |= {"seconds": round(seconds, 1), "steps_per_second": round(rate, 1)} | values
+            writer.writerow(row)
             log.flush()
-            show_progress(args, row, learning)
             if args.track:
                 wandb.log(row, step=row["steps"])
+            show_progress(args, bar, row)
             yield state, row, *more
-            if stop or last or time.time() - saved >= 60 * args.checkpoint_minutes:
+
+            last = iteration == args.num_iterations
+            if received or last or time.time() - saved >= 60 * args.checkpoint_minutes:
                 try:
-                    save_checkpoint(folder / "checkpoint.msgpack", state)
-                except OSError as error:  # a full disk may have room again before the next one
-                    if stop or last:
+                    save_checkpoint(folder / "checkpoint.npz", state)
+                except (OSError, MemoryError) as error:  # there may be room again before the next one
+                    if received or last:
                         raise
-                    print(f"\nwarning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+                    bar.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
                 saved = time.time()
-            if stop and not last:
-                go_on = f"go on with: python {Path(__file__).name} --resume {folder}"
-                fail(f"stopped by signal {stop[0]}; {go_on}", code=128 + stop[0])
+            if received and not last:
+                bar.close()
+                resume = f"python {Path(__file__).name} --resume {folder}"
+                fail(f"stopped by {received[0].name}; go on with: {resume}", code=128 + received[0])
     finally:
+        bar.close()
+        log.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        log.close()
         if args.track:
             wandb.finish()
+
+
+# ---------------------------------------------------------------------------------------------------- pictures
+def picture_iterations(args):
+    """Five moments of a run, the end among them."""
+    return {round(k * args.num_iterations / 5) for k in range(1, 6)}
 
 
 def save_bars(folder, title, bars):
     """achievements.png: the share of episodes that unlocked each achievement, for each {label: (22,) rates}."""
     from matplotlib.figure import Figure
 
-    figure, place, height = Figure((8, 7), layout="constrained"), np.arange(len(ACHIEVEMENTS)), 0.8 / len(bars)
+    figure = Figure((8, 7), layout="constrained")
     axes = figure.add_subplot()
+    place = np.arange(len(ACHIEVEMENTS))
+    height = 0.8 / len(bars)
     for i, (label, rates) in enumerate(bars.items()):
-        shift, color, rates = (i + 0.5) * height - 0.4, ("tab:blue", "0.7")[i], np.asarray(rates)
-        drawn = axes.barh(place + shift, 100 * rates, height, color=color, label=f"{label}: sum {rates.sum():.2f}")
+        rates = np.asarray(rates)
+        color = ("tab:blue", "0.7")[i]
+        y = place + (i + 0.5) * height - 0.4
+        drawn = axes.barh(y, 100 * rates, height, color=color, label=f"{label}: sum {rates.sum():.2f}")
         axes.bar_label(drawn, [f"{100 * x:.1f}" if x else "0" for x in rates], padding=2, fontsize=6)
     axes.set(yticks=place, yticklabels=[name.replace("_", " ") for name in ACHIEVEMENTS], xlim=(0, 108), title=title)
     axes.set_xlabel("episodes that unlocked it (%)")
@@ -367,15 +504,15 @@ def save_bars(folder, title, bars):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def watch_at_random(args, env, key):
-    """The worlds of one environment for `video_steps` steps, and whether its episode ended with each."""
+    """(video_steps, 1, ...) worlds of one environment, and whether its episode ended with each step."""
 
     def step(now, key):
         after, done = act_at_random(env, now, key)
         return after, (now.world, done)
 
     key_start, key_steps = jax.random.split(key)
-    keys = jax.random.split(key_steps, args.video_steps)
-    return jax.lax.scan(step, new_worlds(env, key_start, 1), keys)[1]  # (video_steps, 1, ...)
+    start = init_worlds(env, key_start, 1)
+    return jax.lax.scan(step, start, jax.random.split(key_steps, args.video_steps))[1]
 
 
 def save_gif(folder, worlds, done):
@@ -383,80 +520,94 @@ def save_gif(folder, worlds, done):
     from craftax.craftax_classic import renderer
     from PIL import Image, ImageDraw, ImageFont
 
-    size, font = 16, ImageFont.load_default(13)
+    size = 16
+    font = ImageFont.load_default(13)
     # the textures of this size only, without Craftax's cache, a file among its sources
     renderer.load_all_textures = lambda: {size: renderer.load_all_textures_given_size(size)}
     length = int(np.argmax(done)) + 1 if np.any(done) else len(done)
     worlds = jax.tree.map(lambda x: x[:length, 0], worlds)
     frames = np.asarray(jax.lax.map(renderer.make_craftax_pixel_renderer(size), worlds)).astype(np.uint8)
-    unlocked, pictures = np.asarray(worlds.achievements), []  # (length, 22)
+    unlocked = np.asarray(worlds.achievements)  # (length, 22)
     since = np.where(unlocked[-1], np.argmax(unlocked, axis=0), length)
+    pictures = []
     for t, frame in enumerate(frames):
-        picture = Image.new("RGB", (2 * frame.shape[1] + 190, 2 * frame.shape[0]), "black")
-        picture.paste(Image.fromarray(frame).resize((2 * frame.shape[1], 2 * frame.shape[0]), Image.NEAREST))
+        height = 2 * frame.shape[0]
+        width = 2 * frame.shape[1]
+        picture = Image.new("RGB", (width + 190, height), "black")
+        picture.paste(Image.fromarray(frame).resize((width, height), Image.NEAREST))
         lines = [(f"step {t} of {length}", "white")]
         for i in np.argsort(since, kind="stable")[: unlocked[t].sum()]:
             color = "yellow" if t - since[i] < 10 else "gray"
             lines.append((f"{since[i]:4d}  {ACHIEVEMENTS[i].replace('_', ' ')}", color))
         for row, (text, color) in enumerate(lines):
-            ImageDraw.Draw(picture).text((2 * frame.shape[1] + 10, 6 + 15 * row), text, color, font)
+            ImageDraw.Draw(picture).text((width + 10, 6 + 15 * row), text, color, font)
         pictures.append(picture.quantize(64))
     options = dict(format="GIF", save_all=True, append_images=pictures[1:], duration=100, loop=0)
     write_atomically(folder / "rollout.gif", lambda file: pictures[0].save(file, **options))
 
 
-# --------------------------------------------------------------------------------------------------------- main
+# -------------------------------------------------------------------------------------------------------- main
 def parse_args(argv=None):
-    """The paper's numbers, then the preset's, or those of the run that is resumed; explicit flags win."""
-
-    def parse(default):
-        try:
-            with contextlib.redirect_stderr(io.StringIO()) as box:
-                return tyro.cli(Args, args=argv, default=default, description=__doc__)
-        except SystemExit as stop:
-            if not stop.code:
-                raise
-            message = re.split("[─-]{4,}", box.getvalue())[1]  # the first part of tyro's framed one
-            fail(" ".join(re.sub("[│╮]", " ", message).split()).rstrip(".") + "; see --help")
-
-    args = parse(Args())
+    """Explicit flags win over the preset, the preset over the paper's changes for one robot, those over the defaults.
+    With --resume, explicit flags win over the arguments of the earlier run."""
+    parse = functools.partial(tyro.cli, Args, args=argv, description=__doc__)
+    args = parse()
     if not args.resume:
-        return parse(Args(**PAPER.get(args.env.split("_")[0], {}) | PRESETS[args.preset]))
+        robot = args.env.split("_")[0]
+        return parse(default=Args(**PAPER.get(robot, {}) | PRESETS[args.preset]))
     try:
-        return parse(Args(**json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume}))
+        earlier = json.loads((Path(args.resume) / "args.json").read_text())
+        default = Args(**earlier | {"resume": args.resume})
     except (OSError, ValueError, TypeError) as error:
         fail(f"--resume {args.resume}: it is not the folder of a run of this script ({error})")
+    return parse(default=default)
+
+
+MAY_BE_ZERO = ("seed", "checkpoint_minutes", "logsumexp_penalty", "noise", "forward_coef", "entropy_coef", "value_coef",
+               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum")  # fmt: skip
+AT_MOST_ONE = ("target_rate", "gae_lambda", "forward_weight")
+BELOW_ONE = ("gamma", "gamma_cl", "reward_momentum")
 
 
 def check_numbers(args):
     """One line and exit code 2 for a number that makes no sense."""
+    if not args.run_dir:
+        fail("--run-dir: it must not be empty")
     for name, value in dataclasses.asdict(args).items():
-        zero, number = re.search("seed|minutes|coef|penalty|random|video", name), type(value) in (int, float)
-        if number and not (value > 0 or (zero and value == 0)):
-            fail(f"--{name.replace('_', '-')} {value}: it must be {'at least' if zero else 'above'} 0")
-        if name.startswith("gamma") and value >= 1:
-            fail(f"--{name.replace('_', '-')} {value}: it must be below 1")
+        if type(value) not in (int, float):
+            continue
+        flag = f"--{name.replace('_', '-')} {value}"
+        if not math.isfinite(value):
+            fail(f"{flag}: it must be a finite number")
+        if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
+            fail(f"{flag}: it must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
+        if value > 1 and name in AT_MOST_ONE:
+            fail(f"{flag}: it must be at most 1")
+        if value >= 1 and name in BELOW_ONE:
+            fail(f"{flag}: it must be below 1")
+        if value >= 2**32 and name == "seed":
+            fail(f"{flag}: it must be below 2^32")
 
 
 def finish_craftax(folder, row, random_rates):
     """The last lines of a run, and what main returns."""
-    pictures = ", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".gif")))
-    print(f"achievements {row['achievements']:.2f} an episode after {row['steps']:,} steps in {clock(row['seconds'])} "
-          f"(uniform random actions: {float(np.sum(random_rates)):.2f})")  # fmt: skip
-    print(f"pictures {pictures}\nfolder   {folder}")
+    pictures = sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".gif"))
+    result = f"achievements {row['achievements']:.2f} an episode after {row['steps']:,} steps"
+    print(f"{result} in {clock(row['seconds'])} (uniform random actions: {float(np.sum(random_rates)):.2f})")
+    print(f"pictures {', '.join(pictures)}")
+    print(f"folder   {folder}")
     return row | {"folder": str(folder)}
 
 
 def main(args):
     """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
     check_numbers(args)
-    env, steps = make_craftax(), args.num_envs * args.num_steps
-    folder, state, seconds = start_run(args, lambda: init_state(args, env), "no rollout buffer", 0)
-    moments, began = {round(k * args.num_iterations / 5) for k in range(1, 6)}, time.time()
-    iterate = train_iteration.lower(args, env, state).compile()
-    print(f"compiled in {clock(time.time() - began)}", flush=True)
-    for state, row in iterations(args, folder, state, seconds, steps, iterate):
-        if row["iteration"] in moments:
+    env = make_craftax()
+    init = functools.partial(init_state, args, env)
+    folder, state, seconds = start_run(args, init, jax.eval_shape(init), "no rollout buffer")
+    iterate = compile_iteration(args, env, state)
+    for state, row in iterations(args, folder, state, seconds, iterate):
+        if row["iteration"] in picture_iterations(args):
             title = f"{Path(__file__).stem}, seed {args.seed}, {row['steps']:,} steps"
             save_bars(folder, title, {"uniform random actions": achievement_rates(state.episodes)})
     if args.video_steps:
@@ -468,7 +619,7 @@ def main(args):
 if __name__ == "__main__":
     try:
         main(parse_args())
-    except OSError as error:  # a full disk, as a rule
+    except (OSError, MemoryError) as error:  # a full disk, as a rule
         fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
     except KeyboardInterrupt:
         fail("stopped before the first iteration", code=130)

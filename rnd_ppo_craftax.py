@@ -1,32 +1,44 @@
 """RND with recurrent PPO on Craftax-Classic.
 
 Random network distillation (Burda et al. 2018), as a baseline of C-TeC (Mohamed et al., "Temporal Representations for
-Exploration", ICLR 2026). A predictor learns what a fixed random network says of the next state; the agent's only reward
-is the predictor's error, averaged over the features and divided by its running standard deviation: go where the
-predictor has seldom been. There is no task reward; success is the number of achievements that an episode unlocks.
+Exploration", ICLR 2026). A predictor learns the output of a fixed random network on the next state. The agent's only
+reward is the predictor's error, divided by its running standard deviation: go where the predictor has seldom been.
+There is no task reward; success is the number of achievements that an episode unlocks.
+
+One iteration:
+
+    64 times, in every environment:                                                   # collect
+        act with the recurrent policy, store (s, a, log-probability, value, done), count achievements at a done
+    error = mean over the features of (predictor(s') - target(s'))^2, 0 at the end of an episode          # update
+    reward = error / running standard deviation of all errors so far
+    4 times, in 8 minibatches of shuffled transitions:
+        one Adam step of the predictor on the mean error
+    4 times, in 8 minibatches of environments:
+        one Adam step of PPO on the rewards' advantages
 
     python rnd_ppo_craftax.py                          # the paper's sizes, for a GPU
     python rnd_ppo_craftax.py --preset laptop          # under half an hour on two CPU cores
     python rnd_ppo_craftax.py --resume runs/<folder>   # go on from the last checkpoint
 
-Everything but the bonus is the code of ctec_ppo_rnn_craftax.py; the bonus's numbers are those of the paper's Table 7.
-The standard deviation is over all errors so far and part of the checkpoint. The step that ends an episode has no next
-state: it neither trains the predictor nor pays.
+Everything but the bonus is the code of ctec_ppo_rnn_craftax.py. Metrics, implementation details and results:
+docs/rnd_ppo_craftax.md
 """
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#   "jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "craftax==1.6.1", "numpy==2.4.6", "tyro==1.0.16",
+#   "jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "craftax==1.6.1", "numpy==2.4.6", "tyro==1.0.16", "tqdm==4.70.1",
 #   "matplotlib==3.11.2", "pillow==13.0.0", "wandb==0.31.0",
 # ]
 # ///
-import contextlib
+
+import collections
+import csv
 import dataclasses
 import functools
 import io
 import json
+import math
 import os
-import re
 import signal
 import sys
 import time
@@ -40,9 +52,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from tqdm import tqdm
 
 
-# ---------------------------------------------------------------------------------------------------- arguments
+# --------------------------------------------------------------------------------------------------- arguments
 @dataclasses.dataclass(frozen=True)
 class Args:
     env: Literal["craftax_classic"] = "craftax_classic"
@@ -58,16 +71,15 @@ class Args:
     run_dir: str = "runs"
     """where the folder of the run is made"""
     checkpoint_minutes: float = 10.0
-    """time between checkpoints; there is one at the end, at Ctrl-C and at SIGTERM anyway"""
+    """minutes between checkpoints; there is always one at the end, at Ctrl-C and at SIGTERM"""
     track: bool = False
     """send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)"""
     video_steps: int = 500
     """longest rollout.gif, in steps of an episode of the final policy; 0: none"""
     episode_window: int = 1024
-    """finished episodes, the latest ones, over which the achievement rates are taken"""
+    """number of latest finished episodes over which the achievement rates are taken"""
     random_iterations: int = 16
-    """first iterations, of uniform random play: the encoders learn, the policy waits, and the achievements are the
-    random policy's bars in achievements.png"""
+    """first iterations, played by the untrained, uniform policy: the bonus's model learns, the policy waits"""
 
     num_envs: int = 1024
     """parallel environments (Craftax baselines)"""
@@ -80,42 +92,51 @@ class Args:
     update_epochs: int = 4
     """passes of PPO over a rollout (paper Table 5)"""
     learning_rate: float = 2e-4
-    """Adam of PPO, annealed linearly to 0 (paper Table 5)"""
+    """Adam step size of PPO, annealed linearly to 0 (paper Table 5)"""
     adam_eps: float = 1e-5
-    """epsilon of both Adams (Craftax baselines)"""
+    """epsilon of Adam, PPO and the bonus's model (Craftax baselines)"""
     max_grad_norm: float = 1.0
-    """longest gradient, of PPO and of the encoders (paper Table 5)"""
+    """global-norm gradient clipping, PPO and the bonus's model (paper Table 5)"""
     agent_width: int = 512
     """width of the embedding, the GRU and the two hidden layers of each head (paper Table 5)"""
     gamma: float = 0.99
     """discount of PPO (paper Table 5)"""
     gae_lambda: float = 0.8
-    """lambda of the advantage estimate (paper Table 5)"""
+    """lambda of generalised advantage estimation (paper Table 5)"""
     clip: float = 0.2
     """PPO's clipping of the probability ratio (paper Table 5)"""
     entropy_coef: float = 0.01
-    """weight of the entropy (paper Table 5)"""
+    """weight of the entropy bonus (paper Table 5)"""
     value_coef: float = 0.5
     """weight of the value loss (Craftax baselines)"""
     task_reward_coef: float = 0.0
     """weight of the game's own reward (the paper has none)"""
     intrinsic_coef: float = 1.0
-    """weight of the intrinsic reward; 0 leaves plain PPO, without encoders"""
+    """weight of the intrinsic reward; 0 leaves plain PPO, without the bonus's model"""
 
     rnd_width: int = 256
     """width of the two hidden layers of predictor and target (paper Tables 4 and 7)"""
     feature_dim: int = 512
     """number of features (paper Tables 4 and 7)"""
     model_learning_rate: float = 3e-4
-    """Adam of the bonus's model (paper Table 7)"""
+    """Adam step size of the bonus's model (paper Table 7)"""
     model_epochs: int = 4
     """passes of the bonus's model over the transitions of a rollout (as PPO's)"""
     model_minibatches: int = 8
     """minibatches of such a pass (as PPO's)"""
 
     @property
+    def steps_per_iteration(self):
+        return self.num_envs * self.num_steps
+
+    @property
     def num_iterations(self):
-        return -(-self.total_timesteps // (self.num_envs * self.num_steps))
+        return math.ceil(self.total_timesteps / self.steps_per_iteration)
+
+    @property
+    def first_update(self):
+        """The iteration with PPO's first gradient steps."""
+        return self.random_iterations + 1
 
 
 PAPER = {}  # there is one environment, and the defaults are its numbers
@@ -127,16 +148,450 @@ PRESETS = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------- environments
+# ---------------------------------------------------------------------------------------------------- networks
+class MLP(nn.Module):
+    """Hidden relu layers and a linear output layer."""
+
+    width: int
+    out: int
+    layers: int = 2
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(nn.Dense, kernel_init=nn.initializers.lecun_uniform())
+        for _ in range(self.layers):
+            x = nn.relu(dense(self.width)(x))
+        return dense(self.out)(x)
+
+
+# --------------------------------------------------------------------------------------------- the method: RND
+@flax.struct.dataclass
+class Transitions:
+    obs: jax.Array  # (..., state_size)
+    action: jax.Array  # (...)
+    next_obs: jax.Array  # (..., state_size)
+    weight: jax.Array  # (...) 1.0, or 0.0 where the episode ended with the step: next_obs is of another one
+
+
+@flax.struct.dataclass
+class Moments:
+    """Count, mean and variance of all numbers so far."""
+
+    count: jax.Array
+    mean: jax.Array
+    variance: jax.Array
+
+
+@flax.struct.dataclass
+class RND:
+    networks: "Model"  # {"predictor", "target"}
+    errors: Moments
+
+
+def weighted_mean(x, weight):
+    return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+
+
+def update_moments(moments, x, weight):
+    """Add the numbers x of weight 1 (Chan et al.'s parallel formula)."""
+    count = jnp.sum(weight)
+    mean = weighted_mean(x, weight)
+    variance = weighted_mean((x - mean) ** 2, weight)
+    total = moments.count + count
+    delta = mean - moments.mean
+    share = count / jnp.maximum(total, 1.0)
+    spread = (1 - share) * moments.variance + share * variance + share * (1 - share) * delta**2
+    return Moments(total, moments.mean + share * delta, spread)
+
+
+def encode(params, args, x):
+    """Features (..., feature_dim) of the predictor or of the target."""
+    return MLP(args.rnd_width, args.feature_dim).apply(params, x)
+
+
+def intrinsic_reward(params, args, batch):
+    """(...) error of the predictor on the next state, a mean over the features, 0 without a next state. It is divided
+    by its running standard deviation in update."""
+    predicted = encode(params["predictor"], args, batch.next_obs)
+    target = jax.lax.stop_gradient(encode(params["target"], args, batch.next_obs))
+    return batch.weight * jnp.mean((predicted - target) ** 2, axis=-1)
+
+
+def model_loss(params, args, batch):
+    """The mean error. No gradient reaches the target, and Adam leaves parameters without gradient as they are."""
+    loss = weighted_mean(intrinsic_reward(params, args, batch), batch.weight)
+    return loss, {}
+
+
+# --------------------------------------------------------------------------------------------------------- PPO
+@flax.struct.dataclass
+class Model:
+    params: Any
+    opt_state: Any
+
+
+def init_model(optimizer, params):
+    return Model(params, optimizer.init(params))
+
+
+def gradient_update(loss_fn, model, optimizer, args, *inputs):
+    """One optimiser step on loss_fn(params, args, *inputs) -> (loss, aux)."""
+    grads, aux = jax.grad(loss_fn, has_aux=True)(model.params, args, *inputs)
+    updates, opt_state = optimizer.update(grads, model.opt_state)
+    return Model(optax.apply_updates(model.params, updates), opt_state), aux
+
+
+def clipped_adam(args, learning_rate):
+    return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adam(learning_rate, eps=args.adam_eps))
+
+
+class RecurrentActorCritic(nn.Module):
+    """Embedding, GRU, and a head each for policy and value, for a sequence of steps. All but the product with the
+    hidden state is done for the whole sequence at once."""
+
+    width: int
+    num_actions: int
+
+    @nn.compact
+    def __call__(self, hidden, obs, first):
+        """Returns the last hidden state (B, width), log-probabilities (T, B, actions) and values (T, B)."""
+        dense = lambda size, scale=2**0.5: nn.Dense(size, kernel_init=nn.initializers.orthogonal(scale))
+        gates = dense(3 * self.width, 1.0)(nn.tanh(dense(self.width)(obs)))
+        orthogonal = jax.vmap(lambda key: nn.initializers.orthogonal()(key, (self.width, self.width)))
+        recurrent = self.param("recurrent", lambda key: orthogonal(jax.random.split(key, 3)))  # reset, update, new
+        bias = self.param("bias", nn.initializers.zeros, (self.width,))
+
+        def step(hidden, inputs):
+            gates, first = inputs
+            reset, update, new = jnp.split(gates, 3, axis=-1)
+            hidden = jnp.where(first[:, None], 0.0, hidden)  # a new episode remembers nothing
+            reset = nn.sigmoid(reset + hidden @ recurrent[0])
+            update = nn.sigmoid(update + hidden @ recurrent[1])
+            new = nn.tanh(new + reset * (hidden @ recurrent[2] + bias))
+            hidden = (1 - update) * new + update * hidden
+            return hidden, hidden
+
+        hidden, x = jax.lax.scan(step, hidden, (gates, first))
+        head = lambda size, scale: dense(size, scale)(nn.tanh(dense(self.width)(nn.tanh(dense(self.width)(x)))))
+        logits = head(self.num_actions, 0.0)  # scale 0: the first policy is uniform
+        return hidden, jax.nn.log_softmax(logits), head(1, 1.0)[..., 0]
+
+
+def policy(params, args, hidden, obs, first):
+    return RecurrentActorCritic(args.agent_width, CraftaxClassic.num_actions).apply(params, hidden, obs, first)
+
+
+def gae(args, reward, value, done, last_value):
+    """(T, N) generalised advantage estimates, backwards over the steps."""
+
+    def step(carry, inputs):
+        advantage, next_value = carry
+        reward, value, done = inputs
+        error = reward + args.gamma * next_value * (1.0 - done) - value
+        advantage = error + args.gamma * args.gae_lambda * (1.0 - done) * advantage
+        return (advantage, value), advantage
+
+    start = (jnp.zeros_like(last_value), last_value)
+    return jax.lax.scan(step, start, (reward, value, done.astype(jnp.float32)), reverse=True)[1]
+
+
+def ppo_loss(params, args, hidden, rollout, advantage):
+    """Clipped objective, squared error of the values, and entropy, for whole sequences of some environments."""
+    _, log_probs, value = policy(params, args, hidden, rollout.obs, rollout.first)
+    log_prob = jnp.take_along_axis(log_probs, rollout.action[..., None], axis=-1)[..., 0]
+    target = advantage + rollout.value
+    advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)
+    log_ratio = log_prob - rollout.log_prob
+    ratio = jnp.exp(log_ratio)
+    clipped = jnp.clip(ratio, 1 - args.clip, 1 + args.clip)
+    policy_loss = -jnp.mean(jnp.minimum(ratio * advantage, clipped * advantage))
+    value_loss = 0.5 * jnp.mean((value - target) ** 2)
+    entropy = -jnp.mean(jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1))
+    loss = policy_loss + args.value_coef * value_loss - args.entropy_coef * entropy
+    metrics = {
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
+        "value_mean": jnp.mean(value),
+        "entropy": entropy,
+        "kl": jnp.mean(ratio - 1 - log_ratio),
+        "clipped": jnp.mean(ratio != clipped),
+    }
+    return loss, metrics
+
+
+def update_ppo(args, model, learning_rate, key, hidden, rollout, advantage):
+    """`update_epochs` passes over a rollout, in `num_minibatches` steps of some environments' whole sequences."""
+    optimizer = clipped_adam(args, learning_rate)
+
+    def epoch(model, key):
+        order = jax.random.permutation(key, args.num_envs).reshape(args.num_minibatches, -1)
+
+        def step(model, envs):
+            minibatch = jax.tree.map(lambda x: x[:, envs], (rollout, advantage))
+            return gradient_update(ppo_loss, model, optimizer, args, hidden[envs], *minibatch)
+
+        return jax.lax.scan(step, model, order)
+
+    model, metrics = jax.lax.scan(epoch, model, jax.random.split(key, args.update_epochs))
+    return model, jax.tree.map(jnp.mean, metrics)
+
+
+# ----------------------------------------------------------------------------------------------------- rollout
+@flax.struct.dataclass
+class Rollout:
+    obs: jax.Array  # (T, N, state_size)
+    first: jax.Array  # (T, N) bool: the observation is the first of its episode
+    action: jax.Array  # (T, N)
+    log_prob: jax.Array  # (T, N)
+    value: jax.Array  # (T, N)
+    reward: jax.Array  # (T, N) the game's
+    done: jax.Array  # (T, N) bool: the episode ended with this step
+
+
+@flax.struct.dataclass
+class Players:  # the scan carry of a rollout, (N, ...)
+    world: Any  # Craftax's state
+    obs: jax.Array
+    first: jax.Array  # bool: obs is the first of its episode
+    hidden: jax.Array  # of the GRU
+    length: jax.Array  # steps of the episode so far
+    reward: jax.Array  # of the episode so far
+
+
+def act(args, env, params, now, key):
+    """One step of the policy in every environment, without resets. Returns the players after it and the transition."""
+    key_action, key_env = jax.random.split(key)
+    hidden, log_probs, value = policy(params, args, now.hidden, now.obs[None], now.first[None])
+    action = jax.random.categorical(key_action, log_probs[0])
+    log_prob = jnp.take_along_axis(log_probs[0], action[:, None], axis=-1)[:, 0]
+    keys = jax.random.split(key_env, len(action))
+    world, obs, reward, done = jax.vmap(env.step)(keys, now.world, action)
+    after = Players(world, obs, jnp.zeros_like(done), hidden, now.length + 1, now.reward + reward)
+    return after, Rollout(now.obs, now.first, action, log_prob, value[0], reward, done)
+
+
+def collect(args, env, state, key):
+    """`num_steps` steps in every environment. An episode that ends goes on in a new world. These are made beforehand,
+    one for `reset_ratio` environment steps, and taken in turn (again from the first one, should they run out)."""
+    key_worlds, key_steps = jax.random.split(key)
+    starts = init_players(args, env, key_worlds, math.ceil(args.steps_per_iteration / args.reset_ratio))
+
+    def step(carry, key):
+        now, used = carry
+        after, transition = act(args, env, state.agent.params, now, key)
+        done = transition.done
+        ended = (done, after.world.achievements, after.length, after.reward)  # before the reset
+        fresh = (used + jnp.cumsum(done) - 1) % len(starts.length)
+
+        def restart(start, x):
+            return jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start[fresh], x)
+
+        return (jax.tree.map(restart, starts, after), used + jnp.sum(done)), (transition, ended)
+
+    keys = jax.random.split(key_steps, args.num_steps)
+    (players, _), (rollout, ended) = jax.lax.scan(step, (state.players, 0), keys)
+    return state.replace(players=players, episodes=insert_episodes(state.episodes, *ended)), rollout
+
+
+# ---------------------------------------------------------------------------------------------------- training
+@flax.struct.dataclass
+class TrainState:
+    key: jax.Array
+    iteration: jax.Array
+    players: Players
+    episodes: "Episodes"
+    random_rates: jax.Array  # (22,) achievement rates of the random policy
+    agent: Model
+    model: RND
+
+
+def update_model(args, loss_fn, model, key, states, action, done):
+    """`model_epochs` passes over the transitions of a rollout, in `model_minibatches` steps each, on
+    loss_fn(params, args, Transitions)."""
+    flat = lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...); a step's next state stands N rows further
+    optimizer = clipped_adam(args, args.model_learning_rate)
+    envs = done.shape[1]
+
+    def epoch(model, key):
+        def step(model, rows):
+            next_obs = flat(states)[rows + envs]
+            batch = Transitions(flat(states)[rows], flat(action)[rows], next_obs, 1.0 - flat(done)[rows])
+            return gradient_update(loss_fn, model, optimizer, args, batch)
+
+        return jax.lax.scan(step, model, jax.random.permutation(key, done.size).reshape(args.model_minibatches, -1))
+
+    model, metrics = jax.lax.scan(epoch, model, jax.random.split(key, args.model_epochs))
+    return model, jax.tree.map(jnp.mean, metrics)
+
+
+def update_agent(args, state, hidden, rollout, reward, key):
+    """PPO on these rewards, once the random policy has had its turn; hidden is the GRU's at the first step."""
+    learning_rate = args.learning_rate * (1 - (state.iteration - 1) / args.num_iterations)
+    players = state.players
+    last_value = policy(state.agent.params, args, players.hidden, players.obs[None], players.first[None])[2][0]
+    advantage = gae(args, reward, rollout.value, rollout.done, last_value)
+
+    def learn(agent):
+        return update_ppo(args, agent, learning_rate, key, hidden, rollout, advantage)
+
+    def wait(agent):
+        metrics = jax.eval_shape(learn, agent)[1]
+        return agent, jax.tree.map(lambda _: jnp.nan, metrics)  # no values yet
+
+    agent, metrics = jax.lax.cond(state.iteration > args.random_iterations, learn, wait, state.agent)
+    return agent, metrics | {"learning_rate": learning_rate}
+
+
+def update(args, state, hidden, rollout, key):
+    """Rewards from the predictor as it is, then the updates of the predictor and of the agent."""
+    key_model, key_agent = jax.random.split(key)
+    reward = args.task_reward_coef * rollout.reward
+    metrics = {}
+    if args.intrinsic_coef:
+        states = jnp.concatenate([rollout.obs, state.players.obs[None]])  # (T+1, N, state_size)
+        transitions = Transitions(states[:-1], rollout.action, states[1:], 1.0 - rollout.done)
+        networks = state.model.networks
+        error = intrinsic_reward(networks.params, args, transitions)
+        errors = update_moments(state.model.errors, error, transitions.weight)
+        intrinsic = error / jnp.sqrt(errors.variance + 1e-12)
+        reward += args.intrinsic_coef * intrinsic
+        networks, _ = update_model(args, model_loss, networks, key_model, states, rollout.action, rollout.done)
+        metrics = {"rnd_loss": weighted_mean(error, transitions.weight), "error_std": jnp.sqrt(errors.variance)}
+        metrics |= {"reward_mean": jnp.mean(intrinsic), "reward_std": jnp.std(intrinsic)}
+        state = state.replace(model=RND(networks, errors))
+    agent, ppo_metrics = update_agent(args, state, hidden, rollout, reward, key_agent)
+    return state.replace(agent=agent), metrics | ppo_metrics
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def train_iteration(args, env, state):
+    """Collect, then learn: all on the device, compiled once in a run."""
+    key, key_collect, key_update = jax.random.split(state.key, 3)
+    state = state.replace(key=key, iteration=state.iteration + 1)
+    hidden = state.players.hidden  # of the GRU, before the first step
+
+    # play `num_steps` steps in every environment
+    state, rollout = collect(args, env, state, key_collect)
+    still_random = state.iteration <= args.random_iterations
+    random_rates = jnp.where(still_random, achievement_rates(state.episodes), state.random_rates)
+
+    # learn from the rollout
+    state, metrics = update(args, state.replace(random_rates=random_rates), hidden, rollout, key_update)
+    metrics["parameter_norm"] = optax.global_norm((state.model.networks.params["predictor"], state.agent.params))
+    return state, metrics | episode_metrics(state.episodes)
+
+
+# ----------------------------------------------------------------------------------------------- initial state
+def init_players(args, env, key, number):
+    """Players in new worlds, which are made 32 at a time: more need much memory, and a CPU is slower with more."""
+    world, obs = jax.lax.map(env.reset, jax.random.split(key, number), batch_size=32)
+    return Players(
+        world=world,
+        obs=obs,
+        first=jnp.ones(number, bool),
+        hidden=jnp.zeros((number, args.agent_width)),
+        length=jnp.zeros(number, jnp.int32),
+        reward=jnp.zeros(number),
+    )
+
+
+def init_policy(args, env, key, players):
+    network = RecurrentActorCritic(args.agent_width, env.num_actions)
+    params = network.init(key, players.hidden, players.obs[None], players.first[None])
+    return init_model(clipped_adam(args, args.learning_rate), params)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def init_state(args, env):
+    """The whole state of a run: everything that a checkpoint holds."""
+    key, key_env, key_agent, key_predictor, key_target = jax.random.split(jax.random.PRNGKey(args.seed), 5)
+    players = init_players(args, env, key_env, args.num_envs)
+    network = MLP(args.rnd_width, args.feature_dim)
+    obs = jnp.zeros(env.state_size)
+    params = {"predictor": network.init(key_predictor, obs), "target": network.init(key_target, obs)}
+    networks = init_model(clipped_adam(args, args.model_learning_rate), params)
+    return TrainState(
+        key=key,
+        iteration=jnp.int32(0),
+        players=players,
+        episodes=init_episodes(args),
+        random_rates=jnp.zeros(22),
+        agent=init_policy(args, env, key_agent, players),
+        model=RND(networks, Moments(*jnp.zeros(3))),
+    )
+
+
+# ==================================================================================================== appendix
+# What a reader of the method does not need: achievements, the game, the run's folder, pictures, and main.
+
+
+# ------------------------------------------------------------------------------------------------ achievements
 ACHIEVEMENTS = """collect_wood place_table eat_cow collect_sapling collect_drink make_wood_pickaxe make_wood_sword
     place_plant defeat_zombie collect_stone place_stone eat_plant defeat_skeleton make_stone_pickaxe make_stone_sword
     wake_up place_furnace collect_coal collect_iron collect_diamond make_iron_pickaxe make_iron_sword""".split()
 
 
+@flax.struct.dataclass
+class Episodes:
+    """The latest finished episodes, in a ring buffer: number k is in row k % W."""
+
+    achievements: jax.Array  # (W, 22) bool
+    length: jax.Array  # (W,)
+    reward: jax.Array  # (W,) the game's
+    count: jax.Array  # () finished so far
+
+
+def init_episodes(args):
+    return Episodes(
+        achievements=jnp.zeros((args.episode_window, len(ACHIEVEMENTS)), bool),
+        length=jnp.zeros(args.episode_window, jnp.int32),
+        reward=jnp.zeros(args.episode_window),
+        count=jnp.int32(0),
+    )
+
+
+def insert_episodes(episodes, done, achievements, length, reward):
+    """Add those of T x N steps that end an episode; if there are more than W of them, the last W."""
+    window = len(episodes.length)
+    rank = jnp.cumsum(done.ravel())  # 1, 2, ... at the steps that end an episode
+    keep = done.ravel() & (rank > rank[-1] - window)
+    row = jnp.where(keep, (episodes.count + rank - 1) % window, window)  # row W is dropped
+    put = lambda ring, x: ring.at[row].set(x.reshape(-1, *x.shape[2:]), mode="drop")
+    return Episodes(
+        achievements=put(episodes.achievements, achievements),
+        length=put(episodes.length, length),
+        reward=put(episodes.reward, reward),
+        count=episodes.count + rank[-1],
+    )
+
+
+def achievement_rates(episodes):
+    """(22,) fraction of the latest episodes that unlocked each achievement; 0 before the first episode ended."""
+    return jnp.sum(episodes.achievements, axis=0) / jnp.clip(episodes.count, 1, len(episodes.length))
+
+
+def crafter_score(rates):
+    return jnp.exp(jnp.mean(jnp.log(1 + 100 * rates))) - 1
+
+
+def episode_metrics(episodes):
+    rates = achievement_rates(episodes)
+    stored = jnp.clip(episodes.count, 1, len(episodes.length))
+    return dict(zip(ACHIEVEMENTS, rates)) | {
+        "achievements": jnp.sum(rates),
+        "crafter_score": crafter_score(rates),
+        "episodes": episodes.count,
+        "episode_length": jnp.sum(episodes.length) / stored,
+        "episode_return": jnp.sum(episodes.reward) / stored,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ environments
 class CraftaxClassic:
     """Craftax-Classic-Symbolic-v1, without its auto-reset."""
 
-    state_size, num_actions = 1345, 17
+    state_size = 1345
+    num_actions = 17
 
     def __init__(self):
         from craftax.craftax_env import make_craftax_env_from_name  # here, because it starts the device
@@ -158,367 +613,11 @@ def make_craftax():
     return CraftaxClassic()
 
 
-# ----------------------------------------------------------------------------------------------------- networks
-class MLP(nn.Module):
-    """Hidden relu layers and a linear one."""
-
-    width: int
-    out: int
-    layers: int = 2
-
-    @nn.compact
-    def __call__(self, x):
-        dense = functools.partial(nn.Dense, kernel_init=nn.initializers.lecun_uniform())
-        for _ in range(self.layers):
-            x = nn.relu(dense(self.width)(x))
-        return dense(self.out)(x)
-
-
-class RecurrentActorCritic(nn.Module):
-    """Embedding, GRU, and a head each for policy and value, for a sequence of steps. All but the product with the
-    hidden state is done for the whole sequence at once."""
-
-    width: int
-    num_actions: int
-
-    @nn.compact
-    def __call__(self, hidden, obs, first):
-        """(B, width), (T, B, state_size), (T, B) bool -> last hidden state, logits (T, B, actions), values (T, B)."""
-        dense = lambda size, scale=np.sqrt(2): nn.Dense(size, kernel_init=nn.initializers.orthogonal(scale))
-        gates = dense(3 * self.width, 1.0)(nn.tanh(dense(self.width)(obs)))
-        orthogonal = jax.vmap(lambda key: nn.initializers.orthogonal()(key, (self.width, self.width)))
-        recurrent = self.param("recurrent", lambda key: orthogonal(jax.random.split(key, 3)))  # reset, update, new
-        bias = self.param("bias", nn.initializers.zeros, (self.width,))
-
-        def step(hidden, x):
-            (reset, update, new), first = jnp.split(x[0], 3, axis=-1), x[1]
-            hidden = jnp.where(first[:, None], 0.0, hidden)  # a new episode remembers nothing
-            reset = nn.sigmoid(reset + hidden @ recurrent[0])
-            update = nn.sigmoid(update + hidden @ recurrent[1])
-            new = nn.tanh(new + reset * (hidden @ recurrent[2] + bias))
-            hidden = (1 - update) * new + update * hidden
-            return hidden, hidden
-
-        hidden, x = jax.lax.scan(step, hidden, (gates, first))
-        head = lambda size, scale: dense(size, scale)(nn.tanh(dense(self.width)(nn.tanh(dense(self.width)(x)))))
-        return hidden, head(self.num_actions, 0.0), head(1, 1.0)[..., 0]  # scale 0: the first policy is uniform
-
-
-@flax.struct.dataclass
-class Model:
-    params: Any
-    opt_state: Any
-
-
-def clipped_update(loss_fn, model, args, learning_rate, *inputs):
-    """One Adam step on loss_fn(params, args, *inputs) -> (loss, aux), with the gradient clipped to its norm."""
-    grads, aux = jax.grad(loss_fn, has_aux=True)(model.params, args, *inputs)
-    updates, opt_state = optimizer(args).update(grads, model.opt_state)
-    params = jax.tree.map(lambda x, u: x - learning_rate * u, model.params, updates)
-    return Model(params, opt_state), aux
-
-
-def optimizer(args):
-    return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
-
-
-def new_model(args, params):
-    return Model(params, optimizer(args).init(params))
-
-
-def weighted_mean(x, weight):
-    return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1.0)
-
-
-# ---------------------------------------------------------------------------------------------- the method: RND
-@flax.struct.dataclass
-class Moments:
-    """Count, mean and variance of all numbers so far."""
-
-    count: jax.Array
-    mean: jax.Array
-    variance: jax.Array
-
-
-@flax.struct.dataclass
-class RND:
-    predictor: Model
-    target: Any  # parameters of the fixed random network
-    errors: Moments
-
-
-def add_numbers(moments, x, weight):
-    """The moments with the numbers x of weight 1 among them (Chan et al.'s parallel formula)."""
-    count, mean = jnp.sum(weight), weighted_mean(x, weight)
-    total, delta = moments.count + count, mean - moments.mean
-    share, variance = count / jnp.maximum(total, 1.0), weighted_mean((x - mean) ** 2, weight)
-    spread = (1 - share) * moments.variance + share * variance + share * (1 - share) * delta**2
-    return Moments(total, moments.mean + share * delta, spread)
-
-
-def rnd_loss(params, args, target, next_obs, weight):
-    """The predictor's loss, and its error on each next state: a mean over the features, (B,), 0 where weight is 0."""
-    network = MLP(args.rnd_width, args.feature_dim)
-    error = weight * jnp.mean((network.apply(params, next_obs) - network.apply(target, next_obs)) ** 2, axis=-1)
-    return weighted_mean(error, weight), error
-
-
-def update_model(args, loss_fn, model, key, states, action, done):
-    """`model_epochs` passes over the transitions of a rollout, in `model_minibatches` steps each, on
-    loss_fn(params, args, obs, action, next_obs, weight): weight 0 where the episode ended and next_obs is another's."""
-    flat = lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...); a step's next state stands N rows further
-    weight = 1.0 - flat(done)
-
-    def epoch(model, key):
-        def step(model, rows):
-            batch = flat(states)[rows], flat(action)[rows], flat(states)[rows + done.shape[1]], weight[rows]
-            return clipped_update(loss_fn, model, args, args.model_learning_rate, *batch)
-
-        return jax.lax.scan(step, model, jax.random.permutation(key, done.size).reshape(args.model_minibatches, -1))
-
-    model, metrics = jax.lax.scan(epoch, model, jax.random.split(key, args.model_epochs))
-    return model, jax.tree.map(jnp.mean, metrics)
-
-
-# ---------------------------------------------------------------------------------------------------------- PPO
-@flax.struct.dataclass
-class Rollout:
-    obs: jax.Array  # (T, N, state_size)
-    first: jax.Array  # (T, N) bool: the observation is the first of its episode
-    action: jax.Array  # (T, N)
-    log_prob: jax.Array  # (T, N)
-    value: jax.Array  # (T, N)
-    reward: jax.Array  # (T, N) the game's
-    done: jax.Array  # (T, N) bool: the episode ended with this step
-
-
-def policy(params, args, hidden, obs, first):
-    """Log-probabilities (T, B, actions) and values (T, B) of a sequence of steps, and the last hidden state."""
-    network = RecurrentActorCritic(args.agent_width, CraftaxClassic.num_actions)
-    hidden, logits, value = network.apply(params, hidden, obs, first)
-    return hidden, jax.nn.log_softmax(logits), value
-
-
-def gae(args, reward, value, done, last_value):
-    """(T, N) generalised advantage estimates, backwards over the steps."""
-
-    def step(carry, x):
-        advantage, next_value = carry
-        reward, value, done = x
-        error = reward + args.gamma * next_value * (1.0 - done) - value
-        advantage = error + args.gamma * args.gae_lambda * (1.0 - done) * advantage
-        return (advantage, value), advantage
-
-    start = jnp.zeros_like(last_value), last_value
-    return jax.lax.scan(step, start, (reward, value, done.astype(jnp.float32)), reverse=True)[1]
-
-
-def ppo_loss(params, args, hidden, rollout, advantage):
-    """The clipped objective, squared error of the values, and entropy, for whole sequences of some environments."""
-    _, log_probs, value = policy(params, args, hidden, rollout.obs, rollout.first)
-    log_prob = jnp.take_along_axis(log_probs, rollout.action[..., None], axis=-1)[..., 0]
-    log_ratio, target = log_prob - rollout.log_prob, advantage + rollout.value
-    advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)
-    ratio, clipped = jnp.exp(log_ratio), jnp.clip(jnp.exp(log_ratio), 1 - args.clip, 1 + args.clip)
-    policy_loss = -jnp.mean(jnp.minimum(ratio * advantage, clipped * advantage))
-    value_loss = 0.5 * jnp.mean((value - target) ** 2)
-    entropy = -jnp.mean(jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1))
-    loss = policy_loss + args.value_coef * value_loss - args.entropy_coef * entropy
-    return loss, dict(
-        policy_loss=policy_loss, value_loss=value_loss, entropy=entropy, value_mean=jnp.mean(value),
-        kl=jnp.mean(ratio - 1 - log_ratio), clipped=jnp.mean(ratio != clipped),
-    )  # fmt: skip
-
-
-def update_ppo(args, model, learning_rate, key, hidden, rollout, advantage):
-    """`update_epochs` passes over a rollout, in `num_minibatches` steps of some environments' whole sequences."""
-
-    def epoch(model, key):
-        order = jax.random.permutation(key, args.num_envs).reshape(args.num_minibatches, -1)
-
-        def step(model, envs):
-            batch = jax.tree.map(lambda x: x[:, envs], (rollout, advantage))
-            return clipped_update(ppo_loss, model, args, learning_rate, hidden[envs], *batch)
-
-        return jax.lax.scan(step, model, order)
-
-    model, metrics = jax.lax.scan(epoch, model, jax.random.split(key, args.update_epochs))
-    return model, jax.tree.map(jnp.mean, metrics)
-
-
-# ------------------------------------------------------------------------------------------------- achievements
-@flax.struct.dataclass
-class Episodes:
-    """The latest finished episodes, in a ring: number k is in row k % W."""
-
-    achievements: jax.Array  # (W, 22) bool
-    length: jax.Array  # (W,)
-    reward: jax.Array  # (W,) the game's
-    count: jax.Array  # () finished so far
-
-
-def no_episodes(args):
-    zero = lambda *size, dtype=jnp.int32: jnp.zeros((args.episode_window, *size), dtype)
-    return Episodes(zero(len(ACHIEVEMENTS), dtype=bool), zero(), zero(dtype=jnp.float32), jnp.int32(0))
-
-
-def insert_episodes(episodes, done, achievements, length, reward):
-    """Adds those of T x N steps that end an episode; if there are more than W of them, the last W."""
-    rank = jnp.cumsum(done.ravel())
-    keep = done.ravel() & (rank > rank[-1] - len(episodes.length))
-    row = jnp.where(keep, (episodes.count + rank - 1) % len(episodes.length), len(episodes.length))
-    put = lambda ring, x: ring.at[row].set(x.reshape(-1, *x.shape[2:]), mode="drop")
-    rings = episodes.achievements, episodes.length, episodes.reward
-    return Episodes(*map(put, rings, (achievements, length, reward)), episodes.count + rank[-1])
-
-
-def achievement_rates(episodes):
-    """(22,) fraction of the latest episodes that unlocked each; 0 before the first one ended."""
-    return jnp.sum(episodes.achievements, axis=0) / jnp.clip(episodes.count, 1, len(episodes.length))
-
-
-def crafter_score(rates):
-    return jnp.exp(jnp.mean(jnp.log(1 + 100 * rates))) - 1
-
-
-def episode_metrics(episodes):
-    rates, stored = achievement_rates(episodes), jnp.clip(episodes.count, 1, len(episodes.length))
-    return dict(zip(ACHIEVEMENTS, rates)) | dict(
-        achievements=jnp.sum(rates), crafter_score=crafter_score(rates), episodes=episodes.count,
-        episode_length=jnp.sum(episodes.length) / stored, episode_return=jnp.sum(episodes.reward) / stored,
-    )  # fmt: skip
-
-
-# ----------------------------------------------------------------------------------------------------- training
-@flax.struct.dataclass
-class Players:
-    """What goes from step to step, (N, ...)."""
-
-    world: Any  # Craftax's state
-    obs: jax.Array
-    first: jax.Array  # bool: obs is the first of its episode
-    hidden: jax.Array  # of the GRU
-    length: jax.Array  # steps and reward of the episode so far
-    reward: jax.Array
-
-
-@flax.struct.dataclass
-class TrainState:
-    key: jax.Array
-    iteration: jax.Array
-    players: Players
-    episodes: Episodes
-    random_rates: jax.Array  # (22,) of the random policy
-    agent: Model
-    rnd: RND
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def init_state(args, env):
-    """The whole state of a run: everything that a checkpoint holds."""
-    key, key_env, key_agent, key_model, key_target = jax.random.split(jax.random.PRNGKey(args.seed), 5)
-    players = new_players(args, env, key_env, args.num_envs)
-    network, obs = MLP(args.rnd_width, args.feature_dim), jnp.zeros(env.state_size)
-    predictor, errors = new_model(args, network.init(key_model, obs)), Moments(*jnp.zeros(3))
-    return TrainState(
-        key=key, iteration=jnp.int32(0), players=players, episodes=no_episodes(args), random_rates=jnp.zeros(22),
-        agent=new_agent(args, env, key_agent, players), rnd=RND(predictor, network.init(key_target, obs), errors),
-    )  # fmt: skip
-
-
-def new_agent(args, env, key, players):
-    network = RecurrentActorCritic(args.agent_width, env.num_actions)
-    return new_model(args, network.init(key, players.hidden, players.obs[None], players.first[None]))
-
-
-def new_players(args, env, key, number):
-    """In new worlds, which are made 32 at a time: more need much memory, and a CPU is slower with more."""
-    world, obs = jax.lax.map(env.reset, jax.random.split(key, number), batch_size=32)
-    zero = lambda *size, dtype=jnp.float32: jnp.zeros((number, *size), dtype)
-    return Players(world, obs, zero(dtype=bool) | True, zero(args.agent_width), zero(dtype=jnp.int32), zero())
-
-
-def act(args, env, params, now, key):
-    """One step of the policy in every environment, without resets: the players after it, and the transition."""
-    key_action, key_env = jax.random.split(key)
-    hidden, log_probs, value = policy(params, args, now.hidden, now.obs[None], now.first[None])
-    action = jax.random.categorical(key_action, log_probs[0])
-    log_prob = jnp.take_along_axis(log_probs[0], action[:, None], axis=-1)[:, 0]
-    keys = jax.random.split(key_env, len(action))
-    world, obs, reward, done = jax.vmap(env.step)(keys, now.world, action)
-    after = Players(world, obs, jnp.zeros_like(done), hidden, now.length + 1, now.reward + reward)
-    return after, Rollout(now.obs, now.first, action, log_prob, value[0], reward, done)
-
-
-def play(args, env, state, key):
-    """`num_steps` steps in every environment. An episode that ends goes on in a new world. These are made beforehand,
-    one for `reset_ratio` environment steps, and taken in turn (again from the first one, should they run out)."""
-    key_worlds, key_steps = jax.random.split(key)
-    starts = new_players(args, env, key_worlds, -(-args.num_envs * args.num_steps // args.reset_ratio))
-
-    def step(carry, key):
-        now, used = carry
-        after, transition = act(args, env, state.agent.params, now, key)
-        done = transition.done
-        ended = done, after.world.achievements, after.length, after.reward  # before the reset
-        fresh = (used + jnp.cumsum(done) - 1) % len(starts.length)
-        restart = lambda start, x: jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start[fresh], x)
-        return (jax.tree.map(restart, starts, after), used + jnp.sum(done)), (transition, ended)
-
-    keys = jax.random.split(key_steps, args.num_steps)
-    (players, _), (rollout, ended) = jax.lax.scan(step, (state.players, 0), keys)
-    return players, rollout, insert_episodes(state.episodes, *ended)
-
-
-def update_agent(args, state, key, hidden, rollout, reward):
-    """PPO on these rewards, once the random policy has had its turn; hidden is the GRU's at the first step."""
-    players, learning_rate = state.players, args.learning_rate * (1 - (state.iteration - 1) / args.num_iterations)
-    inputs = players.hidden, players.obs[None], players.first[None]
-    last_value = policy(state.agent.params, args, *inputs)[2][0]
-    advantage = gae(args, reward, rollout.value, rollout.done, last_value)
-    run = lambda agent: update_ppo(args, agent, learning_rate, key, hidden, rollout, advantage)
-    wait = lambda agent: (agent, jax.tree.map(lambda _: -jnp.inf, jax.eval_shape(run, agent)[1]))  # no values yet
-    agent, metrics = jax.lax.cond(state.iteration > args.random_iterations, run, wait, state.agent)
-    return agent, metrics | {"learning_rate": learning_rate}
-
-
-def update(args, state, key, hidden, rollout):
-    """Rewards from the predictor as it is, then the updates of the predictor and of the agent."""
-    key_model, key_agent = jax.random.split(key)
-    reward, metrics = args.task_reward_coef * rollout.reward, {}
-    if args.intrinsic_coef:
-        states, rnd = jnp.concatenate([rollout.obs, state.players.obs[None]]), state.rnd  # (T + 1, N, state_size)
-        error = rnd_loss(rnd.predictor.params, args, rnd.target, states[1:], 1.0 - rollout.done)[1]
-        errors = add_numbers(rnd.errors, error, 1.0 - rollout.done)
-        intrinsic = error / jnp.sqrt(errors.variance + 1e-12)
-        reward += args.intrinsic_coef * intrinsic
-        loss = lambda params, args, obs, action, *next_obs: rnd_loss(params, args, rnd.target, *next_obs)
-        inputs = key_model, states, rollout.action, rollout.done
-        predictor, _ = update_model(args, loss, rnd.predictor, *inputs)
-        metrics = {"rnd_loss": weighted_mean(error, 1.0 - rollout.done), "error_std": jnp.sqrt(errors.variance)}
-        metrics |= dict(reward_mean=jnp.mean(intrinsic), reward_std=jnp.std(intrinsic))
-        state = state.replace(rnd=RND(predictor, rnd.target, errors))
-    agent, ppo_metrics = update_agent(args, state, key_agent, hidden, rollout, reward)
-    return state.replace(agent=agent), metrics | ppo_metrics
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def train_iteration(args, env, state):
-    """Play, then learn: all on the device, compiled once in a run."""
-    key, key_play, key_update = jax.random.split(state.key, 3)
-    hidden, iteration = state.players.hidden, state.iteration + 1
-    players, rollout, episodes = play(args, env, state, key_play)
-    rates = jnp.where(iteration > args.random_iterations, state.random_rates, achievement_rates(episodes))
-    state = state.replace(key=key, iteration=iteration, players=players, episodes=episodes, random_rates=rates)
-    state, metrics = update(args, state, key_update, hidden, rollout)
-    metrics["parameter_norm"] = optax.global_norm((state.rnd.predictor.params, state.agent.params))
-    return state, metrics | episode_metrics(episodes)
-
-
-# ------------------------------------------------------------------------------- logging, pictures, checkpoint
+# ----------------------------------------------------------------------------------- run folder and checkpoint
 METRICS = """iteration steps seconds steps_per_second achievements crafter_score episodes episode_length episode_return
     reward_mean reward_std rnd_loss error_std policy_loss value_loss value_mean entropy kl clipped learning_rate
-    parameter_norm""".split() + ACHIEVEMENTS
+    parameter_norm""".split()  # the columns of metrics.csv
+METRICS += ACHIEVEMENTS
 
 
 def fail(message, code=2):
@@ -527,8 +626,11 @@ def fail(message, code=2):
 
 
 def clock(seconds):
-    unit, name = (1, "s") if seconds < 90 else (60, "min") if seconds < 5400 else (3600, "h")
-    return f"{seconds / unit:,.{int(unit > 1)}f} {name}"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:,.1f} h"
 
 
 def write_atomically(path, write):
@@ -544,124 +646,212 @@ def write_atomically(path, write):
         temporary.unlink(missing_ok=True)
 
 
+def leaf_name(path):
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def save_checkpoint(path, state):
-    leaves = {jax.tree_util.keystr(name): np.asarray(x) for name, x in jax.tree_util.tree_leaves_with_path(state)}
-    write_atomically(path, lambda file: file.write(flax.serialization.msgpack_serialize(leaves)))
+    """Every array of the state under its name. np.savez fetches and writes them one after the other."""
+    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(state)}
+    write_atomically(path, lambda file: np.savez(file, **leaves))
 
 
 def load_checkpoint(path, template):
-    """The state in path, which must have the structure and the shapes of template."""
+    """The state in path, whose arrays must have the names, shapes and dtypes of template."""
+
+    def restore(name, expected):
+        array = file[leaf_name(name)]
+        if (array.shape, array.dtype) != (expected.shape, expected.dtype):
+            found = f"{array.dtype}{list(array.shape)}, not {expected.dtype}{list(expected.shape)}"
+            raise ValueError(f"{leaf_name(name)} is {found}")
+        return jnp.array(array)
+
     try:
-        leaves = flax.serialization.msgpack_restore(path.read_bytes())
-        restore = lambda name, x: jnp.asarray(leaves[jax.tree_util.keystr(name)], x.dtype).reshape(x.shape)
-        return jax.tree_util.tree_map_with_path(restore, template)
-    except Exception as error:  # no file, half a file, a file that does not fit: each has its own
-        fail(f"{path} is no checkpoint of this run ({error!r}): put a copy in its place, or start without --resume")
+        with np.load(path, allow_pickle=False) as file:
+            return jax.tree_util.tree_map_with_path(restore, template)
+    except Exception as error:  # missing, truncated and mismatched files raise different exceptions
+        fail(f"{path} is no checkpoint of this run ({error}): put a copy in its place, or start without --resume")
 
 
-def start_run(args, init, buffer, flops):
-    """The run's folder, its state (from init() or the checkpoint), and the seconds it took so far. The flops are those
-    of an iteration; buffer says what takes the memory."""
-    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, state, iteration, rows = Path(args.resume or f"{args.run_dir}/{name}"), None, 0, []
+def read_metrics(path, iteration):
+    """The rows of metrics.csv up to an iteration, as dictionaries."""
+    try:
+        with open(path, newline="") as file:
+            reader = csv.DictReader(file)
+            rows = [row for row in reader if None not in row.values()]  # a kill may have cut the last one
+    except (OSError, csv.Error) as error:
+        fail(f"{path}: {error}; it belongs to the checkpoint beside it")
+    if reader.fieldnames != METRICS:
+        fail(f"{path} is of another version of this script")
+    return [row for row in rows if int(row["iteration"]) <= iteration]
+
+
+def write_metrics(path, rows):
+    text = io.StringIO()
+    writer = csv.DictWriter(text, METRICS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+
+
+def nbytes(tree):
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def check_memory(args, template):
+    """One line and exit code 2, before anything is allocated, if the state of the run does not fit the device."""
+    device = jax.devices()[0]
+    limits = device.memory_stats() or {}  # a CPU has none
+    there = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if nbytes(template) > there:
+        needed = f"the state of the run needs {nbytes(template) / 1e9:,.1f} GB"
+        fail(f"--num-envs {args.num_envs}: {needed}, the device ({device.platform}) has {there / 1e9:,.1f} GB")
+
+
+def start_run(args, init, template, buffers):
+    """Make the run's folder, or open the one to resume. Returns it, the state (init(), or the checkpoint's) and the
+    seconds spent so far. template has the state's shapes; buffers says in words what takes the memory."""
+    check_memory(args, template)
+    state = None
+    rows = []
     if args.resume:
-        state = load_checkpoint(folder / "checkpoint.msgpack", jax.eval_shape(init))
-        header, *rows = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
-        if header != METRICS:
-            fail(f"{folder}/metrics.csv is of another version of this script")
-        iteration = int(state.iteration)
-        rows = [row for row in rows if len(row) == len(METRICS) and int(row[0]) <= iteration]
-    if iteration >= args.num_iterations:
-        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    folder.mkdir(parents=True, exist_ok=bool(args.resume))
+        folder = Path(args.resume)
+        state = load_checkpoint(folder / "checkpoint.npz", template)
+        rows = read_metrics(folder / "metrics.csv", int(state.iteration))
+        if state.iteration >= args.num_iterations:
+            fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
+    else:
+        name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = Path(args.run_dir) / name
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
     config = json.dumps(dataclasses.asdict(args) | {"resume": ""}, indent=1)
-    table = "".join(",".join(row) + "\n" for row in [METRICS, *rows])
     write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
-    write_atomically(folder / "metrics.csv", lambda file: file.write(table.encode()))
+    write_metrics(folder / "metrics.csv", rows)
 
-    device, x = jax.devices()[0], jnp.ones((1024, 1024))
-    multiply = jax.jit(jnp.matmul).lower(x, x).compile()
-    began = time.time()
-    jax.block_until_ready(multiply(x, x))
-    seconds = 2 * flops * (args.num_iterations - iteration) * (time.time() - began) / 2**31  # half a product's rate
-    expected = f"expected time about {clock(seconds)} for learning, plus the environments'" if flops else "no learning"
+    device = jax.devices()[0]
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"device {device.platform} ({device.device_kind}), {buffer}, {expected}", flush=True)
+    print(f"device {device.platform} ({device.device_kind}), {buffers}", flush=True)
     if device.platform == "cpu" and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
-    return folder, state or init(), float(rows[-1][METRICS.index("seconds")]) if rows else 0.0
+    seconds = float(rows[-1]["seconds"]) if rows else 0.0
+    return folder, state or init(), seconds
 
 
-def show_progress(args, row, learning):
-    """One line that is rewritten on a terminal; elsewhere a line for each twentieth of the run."""
-    done, live, rate = row["iteration"] / args.num_iterations, sys.stdout.isatty(), row["steps_per_second"]
-    left = f"{clock(row['steps'] * (1 / done - 1) / rate)} left   " if learning else "not learning yet"
-    if live or done == 1 or row["iteration"] % -(-args.num_iterations // 20) == 0:
-        name = next(name for name in METRICS[4:] if name in row)  # coverage, or achievements
-        result = f"{name} {round(row[name], 2):,.10g}"
-        bar = f"[{'#' * int(30 * done):30}] {done:4.0%}  {result}  {rate:,.0f} steps/s  {left}"
-        print(bar, end="\r" if live and done < 1 else "\n", flush=True)
+def compile_iteration(args, env, state):
+    """train_iteration for this state, compiled now, so that the first iteration is timed like the others."""
+    began = time.time()
+    iterate = train_iteration.lower(args, env, state).compile()
+    print(f"compiled in {clock(time.time() - began)}", flush=True)
+    return iterate
 
 
-def iterations(args, folder, state, seconds, steps, iterate):
-    """The state, a row of metrics, and whatever else iterate returns, after each iteration. Writes metrics.csv and,
-    when the caller is done with the iteration, the checkpoint; shows the progress; stops at Ctrl-C, at SIGTERM, and
-    when a metric is not finite (-inf means: no value yet)."""
+def finite_metrics(args, folder, iteration, metrics):
+    """The metrics as numbers. One that is not finite ends the run; before the first update nan means: no value yet."""
+    values = {name: float(metrics[name]) for name in METRICS if name in metrics}
+    missing = {name: x for name, x in values.items() if not math.isfinite(x)}
+    for name, x in missing.items():
+        if iteration >= args.first_update:
+            fail(f"iteration {iteration}: {name} is {x}; the last good checkpoint, if any, is kept in {folder}", code=1)
+    return {name: x for name, x in values.items() if name not in missing}
+
+
+def show_progress(args, bar, row):
+    """On a terminal tqdm's bar; elsewhere a line for each twentieth of the run."""
+    name = "coverage" if "coverage" in row else "achievements"
+    result = f"{name} {round(row[name], 2):,.10g}, {row['steps_per_second']:,.0f} steps/s"
+    iterations_left = args.num_iterations - row["iteration"]
+    if not bar.disable:
+        bar.set_postfix_str(result, refresh=False)
+        bar.update()
+    elif row["iteration"] % math.ceil(args.num_iterations / 20) == 0 or not iterations_left:
+        left = f"{clock(iterations_left * args.steps_per_iteration / row['steps_per_second'])} left"
+        when = left if row["iteration"] >= args.first_update else "not learning yet"
+        print(f"{row['iteration'] / args.num_iterations:4.0%}  {result}, {when}", flush=True)
+
+
+def iterations(args, folder, state, seconds, iterate):
+    """Yield (state, row of metrics, whatever else iterate returns) after each iteration. Writes metrics.csv, shows the
+    progress, and saves checkpoints when the caller is done with the iteration. Stops at Ctrl-C and SIGTERM."""
     if args.track:
         import wandb
 
         wandb.init(project="ctec", id=folder.name, resume="allow", config=dataclasses.asdict(args), dir=folder)
-    log, stop, recent, saved, learning = open(folder / "metrics.csv", "a"), [], [], time.time(), False
-    handlers = {number: signal.signal(number, lambda number, _: stop.append(number)) for number in (2, 15)}
+    received = []  # signals
+    handle = lambda number, _: received.append(signal.Signals(number))
+    handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    first = int(state.iteration) + 1
+    layout = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
+    bar = tqdm(total=args.num_iterations, initial=first - 1, bar_format=layout, disable=None)  # None: if no terminal
+    log = open(folder / "metrics.csv", "a", newline="")
+    writer = csv.DictWriter(log, METRICS, lineterminator="\n")
+    recent = collections.deque(maxlen=20)  # seconds of the latest iterations, without those before the first update
+    saved = time.time()
     try:
-        for iteration in range(int(state.iteration) + 1, args.num_iterations + 1):
-            began, last = time.time(), iteration == args.num_iterations
+        for iteration in range(first, args.num_iterations + 1):
+            began = time.time()
             state, metrics, *more = iterate(state)
-            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-            spent, values = time.time() - began, {name: metrics[name] for name in METRICS if name in metrics}
-            bad = [name for name, x in values.items() if not np.isfinite(x) and (learning or x != -np.inf)]
-            if bad:
-                words = f"iteration {iteration}: {bad[0]} is {values[bad[0]]}"
-                fail(f"{words}; the last good checkpoint, if there was one, is untouched in {folder}", code=1)
-            learning, seconds = -np.inf not in values.values(), seconds + spent
-            recent = [*recent[-19:], spent] if learning else []
-            row = {"iteration": iteration, "steps": iteration * steps, "seconds": round(seconds, 1)}
-            row |= {"steps_per_second": round(steps * max(len(recent), 1) / sum(recent or [spent]), 1)}
-            row |= {name: x for name, x in values.items() if np.isfinite(x)}
-            log.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
+            metrics = jax.device_get(metrics)
+            spent = time.time() - began
+            seconds += spent
+            if iteration <= args.first_update:
+                recent.clear()
+            recent.append(spent)
+
+            values = finite_metrics(args, folder, iteration, metrics)
+            rate = len(recent) * args.steps_per_iteration / sum(recent)
+            row = {"iteration": iteration, "steps": iteration * args.steps_per_iteration}
+            row |= {"seconds": round(seconds, 1), "steps_per_second": round(rate, 1)} | values
+            writer.writerow(row)
             log.flush()
-            show_progress(args, row, learning)
             if args.track:
                 wandb.log(row, step=row["steps"])
+            show_progress(args, bar, row)
             yield state, row, *more
-            if stop or last or time.time() - saved >= 60 * args.checkpoint_minutes:
+
+            last = iteration == args.num_iterations
+            if received or last or time.time() - saved >= 60 * args.checkpoint_minutes:
                 try:
-                    save_checkpoint(folder / "checkpoint.msgpack", state)
-                except OSError as error:  # a full disk may have room again before the next one
-                    if stop or last:
+                    save_checkpoint(folder / "checkpoint.npz", state)
+                except (OSError, MemoryError) as error:  # there may be room again before the next one
+                    if received or last:
                         raise
-                    print(f"\nwarning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+                    bar.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
                 saved = time.time()
-            if stop and not last:
-                go_on = f"go on with: python {Path(__file__).name} --resume {folder}"
-                fail(f"stopped by signal {stop[0]}; {go_on}", code=128 + stop[0])
+            if received and not last:
+                bar.close()
+                resume = f"python {Path(__file__).name} --resume {folder}"
+                fail(f"stopped by {received[0].name}; go on with: {resume}", code=128 + received[0])
     finally:
+        bar.close()
+        log.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        log.close()
         if args.track:
             wandb.finish()
+
+
+# ---------------------------------------------------------------------------------------------------- pictures
+def picture_iterations(args):
+    """Five moments of a run, the end among them."""
+    return {round(k * args.num_iterations / 5) for k in range(1, 6)}
 
 
 def save_bars(folder, title, bars):
     """achievements.png: the share of episodes that unlocked each achievement, for each {label: (22,) rates}."""
     from matplotlib.figure import Figure
 
-    figure, place, height = Figure((8, 7), layout="constrained"), np.arange(len(ACHIEVEMENTS)), 0.8 / len(bars)
+    figure = Figure((8, 7), layout="constrained")
     axes = figure.add_subplot()
+    place = np.arange(len(ACHIEVEMENTS))
+    height = 0.8 / len(bars)
     for i, (label, rates) in enumerate(bars.items()):
-        shift, color, rates = (i + 0.5) * height - 0.4, ("tab:blue", "0.7")[i], np.asarray(rates)
-        drawn = axes.barh(place + shift, 100 * rates, height, color=color, label=f"{label}: sum {rates.sum():.2f}")
+        rates = np.asarray(rates)
+        color = ("tab:blue", "0.7")[i]
+        y = place + (i + 0.5) * height - 0.4
+        drawn = axes.barh(y, 100 * rates, height, color=color, label=f"{label}: sum {rates.sum():.2f}")
         axes.bar_label(drawn, [f"{100 * x:.1f}" if x else "0" for x in rates], padding=2, fontsize=6)
     axes.set(yticks=place, yticklabels=[name.replace("_", " ") for name in ACHIEVEMENTS], xlim=(0, 108), title=title)
     axes.set_xlabel("episodes that unlocked it (%)")
@@ -672,15 +862,15 @@ def save_bars(folder, title, bars):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def watch(args, env, params, key):
-    """The worlds of one player for `video_steps` steps, and whether its episode ended with each."""
+    """(video_steps, 1, ...) worlds of one player, and whether its episode ended with each step."""
 
     def step(now, key):
         after, transition = act(args, env, params, now, key)
         return after, (now.world, transition.done)
 
     key_start, key_steps = jax.random.split(key)
-    start = new_players(args, env, key_start, 1)
-    return jax.lax.scan(step, start, jax.random.split(key_steps, args.video_steps))[1]  # (video_steps, 1, ...)
+    start = init_players(args, env, key_start, 1)
+    return jax.lax.scan(step, start, jax.random.split(key_steps, args.video_steps))[1]
 
 
 def save_gif(folder, worlds, done):
@@ -688,65 +878,77 @@ def save_gif(folder, worlds, done):
     from craftax.craftax_classic import renderer
     from PIL import Image, ImageDraw, ImageFont
 
-    size, font = 16, ImageFont.load_default(13)
+    size = 16
+    font = ImageFont.load_default(13)
     # the textures of this size only, without Craftax's cache, a file among its sources
     renderer.load_all_textures = lambda: {size: renderer.load_all_textures_given_size(size)}
     length = int(np.argmax(done)) + 1 if np.any(done) else len(done)
     worlds = jax.tree.map(lambda x: x[:length, 0], worlds)
     frames = np.asarray(jax.lax.map(renderer.make_craftax_pixel_renderer(size), worlds)).astype(np.uint8)
-    unlocked, pictures = np.asarray(worlds.achievements), []  # (length, 22)
+    unlocked = np.asarray(worlds.achievements)  # (length, 22)
     since = np.where(unlocked[-1], np.argmax(unlocked, axis=0), length)
+    pictures = []
     for t, frame in enumerate(frames):
-        picture = Image.new("RGB", (2 * frame.shape[1] + 190, 2 * frame.shape[0]), "black")
-        picture.paste(Image.fromarray(frame).resize((2 * frame.shape[1], 2 * frame.shape[0]), Image.NEAREST))
+        height = 2 * frame.shape[0]
+        width = 2 * frame.shape[1]
+        picture = Image.new("RGB", (width + 190, height), "black")
+        picture.paste(Image.fromarray(frame).resize((width, height), Image.NEAREST))
         lines = [(f"step {t} of {length}", "white")]
         for i in np.argsort(since, kind="stable")[: unlocked[t].sum()]:
             color = "yellow" if t - since[i] < 10 else "gray"
             lines.append((f"{since[i]:4d}  {ACHIEVEMENTS[i].replace('_', ' ')}", color))
         for row, (text, color) in enumerate(lines):
-            ImageDraw.Draw(picture).text((2 * frame.shape[1] + 10, 6 + 15 * row), text, color, font)
+            ImageDraw.Draw(picture).text((width + 10, 6 + 15 * row), text, color, font)
         pictures.append(picture.quantize(64))
     options = dict(format="GIF", save_all=True, append_images=pictures[1:], duration=100, loop=0)
     write_atomically(folder / "rollout.gif", lambda file: pictures[0].save(file, **options))
 
 
-# --------------------------------------------------------------------------------------------------------- main
+# -------------------------------------------------------------------------------------------------------- main
 def parse_args(argv=None):
-    """The paper's numbers, then the preset's, or those of the run that is resumed; explicit flags win."""
-
-    def parse(default):
-        try:
-            with contextlib.redirect_stderr(io.StringIO()) as box:
-                return tyro.cli(Args, args=argv, default=default, description=__doc__)
-        except SystemExit as stop:
-            if not stop.code:
-                raise
-            message = re.split("[─-]{4,}", box.getvalue())[1]  # the first part of tyro's framed one
-            fail(" ".join(re.sub("[│╮]", " ", message).split()).rstrip(".") + "; see --help")
-
-    args = parse(Args())
+    """Explicit flags win over the preset, the preset over the paper's changes for one robot, those over the defaults.
+    With --resume, explicit flags win over the arguments of the earlier run."""
+    parse = functools.partial(tyro.cli, Args, args=argv, description=__doc__)
+    args = parse()
     if not args.resume:
-        return parse(Args(**PAPER.get(args.env.split("_")[0], {}) | PRESETS[args.preset]))
+        robot = args.env.split("_")[0]
+        return parse(default=Args(**PAPER.get(robot, {}) | PRESETS[args.preset]))
     try:
-        return parse(Args(**json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume}))
+        earlier = json.loads((Path(args.resume) / "args.json").read_text())
+        default = Args(**earlier | {"resume": args.resume})
     except (OSError, ValueError, TypeError) as error:
         fail(f"--resume {args.resume}: it is not the folder of a run of this script ({error})")
+    return parse(default=default)
+
+
+MAY_BE_ZERO = ("seed", "checkpoint_minutes", "logsumexp_penalty", "noise", "forward_coef", "entropy_coef", "value_coef",
+               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum")  # fmt: skip
+AT_MOST_ONE = ("target_rate", "gae_lambda", "forward_weight")
+BELOW_ONE = ("gamma", "gamma_cl", "reward_momentum")
 
 
 def check_numbers(args):
     """One line and exit code 2 for a number that makes no sense."""
+    if not args.run_dir:
+        fail("--run-dir: it must not be empty")
     for name, value in dataclasses.asdict(args).items():
-        zero, number = re.search("seed|minutes|coef|penalty|random|video", name), type(value) in (int, float)
-        if number and not (value > 0 or (zero and value == 0)):
-            fail(f"--{name.replace('_', '-')} {value}: it must be {'at least' if zero else 'above'} 0")
-        if name.startswith("gamma") and value >= 1:
-            fail(f"--{name.replace('_', '-')} {value}: it must be below 1")
+        if type(value) not in (int, float):
+            continue
+        flag = f"--{name.replace('_', '-')} {value}"
+        if not math.isfinite(value):
+            fail(f"{flag}: it must be a finite number")
+        if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
+            fail(f"{flag}: it must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
+        if value > 1 and name in AT_MOST_ONE:
+            fail(f"{flag}: it must be at most 1")
+        if value >= 1 and name in BELOW_ONE:
+            fail(f"{flag}: it must be below 1")
+        if value >= 2**32 and name == "seed":
+            fail(f"{flag}: it must be below 2^32")
 
 
 def check_ppo_args(args):
     check_numbers(args)
-    if args.gae_lambda > 1:
-        fail(f"--gae-lambda {args.gae_lambda}: it must be at most 1")
     if args.num_envs % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches}: it must divide --num-envs {args.num_envs}")
     if not args.task_reward_coef and not args.intrinsic_coef:
@@ -755,10 +957,11 @@ def check_ppo_args(args):
 
 def finish_craftax(folder, row, random_rates):
     """The last lines of a run, and what main returns."""
-    pictures = ", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".gif")))
-    print(f"achievements {row['achievements']:.2f} an episode after {row['steps']:,} steps in {clock(row['seconds'])} "
-          f"(uniform random actions: {float(np.sum(random_rates)):.2f})")  # fmt: skip
-    print(f"pictures {pictures}\nfolder   {folder}")
+    pictures = sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".gif"))
+    result = f"achievements {row['achievements']:.2f} an episode after {row['steps']:,} steps"
+    print(f"{result} in {clock(row['seconds'])} (uniform random actions: {float(np.sum(random_rates)):.2f})")
+    print(f"pictures {', '.join(pictures)}")
+    print(f"folder   {folder}")
     return row | {"folder": str(folder)}
 
 
@@ -767,18 +970,13 @@ def main(args):
     check_ppo_args(args)
     if args.num_envs * args.num_steps % args.model_minibatches:
         fail(f"--model-minibatches {args.model_minibatches}: it must divide num_envs * num_steps")
-    env, steps = make_craftax(), args.num_envs * args.num_steps
-    shapes = jax.eval_shape(lambda: init_state(args, env))
-    size = lambda model: sum(x.size for x in jax.tree.leaves(model.params))
-    model_epochs = args.model_epochs * bool(args.intrinsic_coef)
-    flops = 6 * steps * (args.update_epochs * size(shapes.agent) + model_epochs * size(shapes.rnd.predictor))
-    rollout = f"rollout buffer {4e-6 * steps * env.state_size:,.0f} MB"
-    folder, state, seconds = start_run(args, lambda: init_state(args, env), rollout, flops)
-    moments, began = {round(k * args.num_iterations / 5) for k in range(1, 6)}, time.time()
-    iterate = train_iteration.lower(args, env, state).compile()
-    print(f"compiled in {clock(time.time() - began)}", flush=True)
-    for state, row in iterations(args, folder, state, seconds, steps, iterate):
-        if row["iteration"] in moments:
+    env = make_craftax()
+    init = functools.partial(init_state, args, env)
+    buffers = f"rollout buffer {4e-6 * args.steps_per_iteration * env.state_size:,.0f} MB"
+    folder, state, seconds = start_run(args, init, jax.eval_shape(init), buffers)
+    iterate = compile_iteration(args, env, state)
+    for state, row in iterations(args, folder, state, seconds, iterate):
+        if row["iteration"] in picture_iterations(args):
             title = f"{Path(__file__).stem}, seed {args.seed}, {row['steps']:,} steps"
             bars = {"this policy": achievement_rates(state.episodes), "uniform random actions": state.random_rates}
             save_bars(folder, title, bars)
@@ -791,7 +989,7 @@ def main(args):
 if __name__ == "__main__":
     try:
         main(parse_args())
-    except OSError as error:  # a full disk, as a rule
+    except (OSError, MemoryError) as error:  # a full disk, as a rule
         fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
     except KeyboardInterrupt:
         fail("stopped before the first iteration", code=130)

@@ -1,5 +1,6 @@
 """One small CPU set-up for all tests: the flags halve the time that XLA needs to compile a Brax step, and what one test
 has compiled is there for the next, also in another process."""
+
 import atexit
 import os
 import shutil

@@ -1,0 +1,362 @@
+"""Tables, statistics and pictures from results/*.csv alone; reproduce.py writes those files and calls this one.
+
+A study is reproduce.py's Study; rows are the rows of its csv, as dictionaries of strings.
+"""
+
+import csv
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+COLUMNS = ("study", "env", "method", "seed", "metric", "step", "value", "version", "machine")  # of results/<study>.csv
+METRICS = {  # metric: what the tables and axes call it, and how its numbers are written
+    "coverage": ("bins covered", "{:,.0f}"),
+    "achievements": ("achievements unlocked in an episode", "{:,.2f}"),
+    "steps_per_second": ("steps/s", "{:,.0f}"),
+}
+ACHIEVEMENTS = """collect_wood place_table eat_cow collect_sapling collect_drink make_wood_pickaxe make_wood_sword
+    place_plant defeat_zombie collect_stone place_stone eat_plant defeat_skeleton make_stone_pickaxe make_stone_sword
+    wake_up place_furnace collect_coal collect_iron collect_diamond make_iron_pickaxe make_iron_sword""".split()
+COLOURS = {  # one for each method, in every figure: Okabe and Ito's for colour-blind readers, and two that go with them
+    "C-TeC": "#0072B2",
+    "C-TeC goal": "#56B4E9",
+    "APT": "#D55E00",
+    "ICM": "#009E73",
+    "RND": "#E69F00",
+    "forward model": "#CC79A7",
+    "E3B": "#882255",
+    "ETD": "#994F00",
+    "no bonus": "#000000",
+    "random": "#999999",
+}
+
+
+# ------------------------------------------------------------------------------------------------------ results
+def run_key(row):
+    return row["env"], row["method"], str(row["seed"])
+
+
+def read_csv(path):
+    if not path.exists():
+        return []
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def curves(rows, env, method, metric):
+    """{seed: (steps, values)} of one method in one environment, from the rows of a csv."""
+    points = {}
+    for row in rows:
+        if (row["env"], row["method"], row["metric"]) == (env, method, metric):
+            points.setdefault(int(row["seed"]), []).append((int(row["step"]), float(row["value"])))
+    return {seed: tuple(np.array(sorted(points[seed])).T) for seed in sorted(points)}
+
+
+def values_at(curves_of_seeds, at=None):
+    """{seed: the last value, or the first one at or after `at` steps}"""
+    values = {}
+    for seed, (steps, value) in curves_of_seeds.items():
+        if at is None or steps[-1] >= at:
+            values[seed] = value[-1] if at is None else value[np.searchsorted(steps, at)]
+    return values
+
+
+def entries(study, rows, env):
+    """What the table and the bars of an environment show: (text, method, {seed: value}) of each line."""
+    for method in study.methods:
+        if method.env == env:
+            found = curves(rows, env, method.label, study.metric)
+            for at in study.at_steps or (None,):
+                text = method.label if at is None else f"{method.label}, {at // 10**6}M steps"
+                values = values_at(found, at)
+                if values:
+                    yield text, method, values
+
+
+# --------------------------------------------------------------------------------------------------- statistics
+def standard_error(values):
+    return np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
+
+
+def interquartile_mean(values):
+    """Mean of the middle half along the last axis; as in rliable, a quarter of n is rounded down."""
+    cut = values.shape[-1] // 4
+    return np.sort(values, axis=-1)[..., cut : values.shape[-1] - cut].mean(axis=-1)
+
+
+def bootstrap(strata, resamples=10_000, seed=0):
+    """Interquartile means of resampled runs, (..., resamples). `strata` are arrays (..., runs), one a task: runs are
+    drawn with replacement inside each of them (Agarwal et al. 2021, stratified bootstrap)."""
+    random = np.random.default_rng(seed)
+    drawn = [runs[..., random.integers(0, runs.shape[-1], (resamples, runs.shape[-1]))] for runs in strata]
+    return interquartile_mean(np.concatenate(drawn, axis=-1))
+
+
+def interval(samples):
+    """95% percentile interval over the last axis."""
+    return np.percentile(samples, [2.5, 97.5], axis=-1)
+
+
+def summary(values):
+    """(centre, low, high) of values (..., runs): interquartile mean and 95% interval with five runs or more, else mean
+    and standard error."""
+    if values.shape[-1] >= 5:
+        return interquartile_mean(values), *interval(bootstrap([values], 2000))
+    mean = values.mean(axis=-1)
+    error = values.std(axis=-1, ddof=1) / np.sqrt(values.shape[-1]) if values.shape[-1] > 1 else 0 * mean
+    return mean, mean - error, mean + error
+
+
+# ------------------------------------------------------------------------------------------------------- tables
+def difference(write, ours, first):
+    """Ours minus the first method's, with its interval, or with its standard error when there are too few runs."""
+    if min(len(ours), len(first)) >= 5:
+        samples = bootstrap([ours], seed=1) - bootstrap([first], seed=2)
+        low, high = interval(samples)
+        return f"{write(interquartile_mean(ours) - interquartile_mean(first))} [{write(low)}, {write(high)}]"
+    if min(len(ours), len(first)) < 2:
+        return ""
+    error = np.hypot(standard_error(ours), standard_error(first))
+    return f"{write(np.mean(ours) - np.mean(first))} ± {write(error)}"
+
+
+def table(study, rows, env):
+    """Markdown lines: each method's final values in one environment."""
+    words, form = METRICS[study.metric]
+    write = form.format
+    lines = list(entries(study, rows, env))
+    if not lines:
+        return []
+    seeds = sorted({seed for _, _, values in lines for seed in values})
+    compare = study.metric != "steps_per_second" and not study.at_steps and len(lines) > 1
+    first = np.array(list(lines[0][2].values()))
+    intervals = max(len(values) for _, _, values in lines) >= 5
+    header = [f"{words}, `{env}`", f"seeds {' '.join(map(str, seeds))}", "mean ± standard error"]
+    header += ["IQM [95% interval]"] if intervals else []
+    if compare:
+        header += [f"minus {lines[0][0]}" + (" [95% interval]" if intervals else " ± standard error")]
+    speeds = {label: values_at(curves(rows, env, method.label, "steps_per_second")) for label, method, _ in lines}
+    with_speed = study.metric != "steps_per_second" and any(speeds.values())
+    header += ["steps/s"] if with_speed else []
+    text = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for label, _, by_seed in lines:
+        values = np.array(list(by_seed.values()))
+        error = f" ± {write(standard_error(values))}" if len(values) > 1 else ""
+        cells = [label, " ".join(write(by_seed[seed]) if seed in by_seed else "–" for seed in seeds)]
+        cells += [f"{write(values.mean())}{error}"]
+        if intervals:
+            low, high = interval(bootstrap([values]))
+            enough = len(values) >= 5
+            cells += [f"{write(interquartile_mean(values))} [{write(low)}, {write(high)}]" if enough else ""]
+        if compare:
+            cells += ["" if label == lines[0][0] else difference(write, values, first)]
+        if with_speed:
+            cells += [f"{np.median(list(speeds[label].values())):,.0f}" if speeds[label] else ""]
+        text.append("| " + " | ".join(cells) + " |")
+    return text
+
+
+def table_of_all(study, rows):
+    """Markdown lines for studies of several environments: scores relative to the first method's mean in each one."""
+    labels = list(dict.fromkeys(method.label for method in study.methods))
+    scores = {label: [] for label in labels}  # label: an array of scores for each environment
+    for env in study.envs:
+        of_env = {label: np.array(list(values.values())) for label, _, values in entries(study, rows, env)}
+        for label in labels:
+            if label in of_env and labels[0] in of_env:
+                scores[label].append(of_env[label] / of_env[labels[0]].mean())
+    complete = [label for label in labels if len(scores[label]) == len(study.envs)]
+    few = any(len(runs) < 5 for label in complete for runs in scores[label])
+    if len(study.envs) < 2 or len(complete) < 2 or few or study.metric == "steps_per_second":
+        return []
+    text = [f"| all environments, {labels[0]}'s mean is 1 | IQM [95% interval] | minus {labels[0]} |", "|---|---|---|"]
+    for label in complete:
+        samples = bootstrap(scores[label], seed=1)
+        low, high = interval(samples)
+        centre = interquartile_mean(np.concatenate(scores[label]))
+        gap = ""
+        if label != labels[0]:
+            gap_low, gap_high = interval(samples - bootstrap(scores[labels[0]], seed=2))
+            gap_centre = centre - interquartile_mean(np.concatenate(scores[labels[0]]))
+            gap = f"{gap_centre:.2f} [{gap_low:.2f}, {gap_high:.2f}]"
+        text.append(f"| {label} | {centre:.2f} [{low:.2f}, {high:.2f}] | {gap} |")
+    return text
+
+
+def expected(study):
+    unit = "core" if study.device == "cpu" else "GPU"
+    return f"{study.hours:,.0f} {unit} hours" if study.hours >= 10 else f"{study.hours:.2g} {unit} hours"
+
+
+def section(name, study, rows):
+    """What docs/results.md says about a study: markdown from the rows of its csv alone."""
+    command = f"python benchmarks/reproduce.py {name}"
+    count = len(study.methods) * len(study.seeds)
+    if not rows:
+        return f"To be run: `{command}`, {count} runs, expected {expected(study)}.\n"
+    recorded = len({run_key(row) for row in rows})
+    machines = "; ".join(dict.fromkeys(row["machine"] for row in rows))
+    blocks = [f"`{command}` ({count} runs, expected {expected(study)}). {study.note}".strip()]
+    blocks += ["\n".join(lines) for env in study.envs if (lines := table(study, rows, env))]
+    blocks += ["\n".join(lines) for lines in [table_of_all(study, rows)] if lines]
+    blocks += [f"![{name}]({picture})" for picture in pictures(name, study, rows)]
+    blocks += [f"Data: [`results/{name}.csv`](../results/{name}.csv), {recorded} of {count} runs; {machines}."]
+    versions = {}
+    for row in rows:
+        versions.setdefault((row["env"], row["method"]), set()).add(row["version"])
+    mixed = [f"{method} on {env}" for (env, method), found in versions.items() if len(found) > 1]
+    blocks += [f"Runs of more than one version of the script: {', '.join(mixed)}."] if mixed else []
+    return "\n\n".join(blocks) + "\n"
+
+
+INTRODUCTION = """# Results
+
+The tables are written by `python benchmarks/reproduce.py STUDY`, from `results/*.csv`; with `--plot` they are written
+again without a run. What stands between the markers is overwritten, the rest is not.
+
+± is the standard error of the mean. IQM is the interquartile mean with its stratified bootstrap 95% interval (Agarwal
+et al. 2021), given with five seeds or more. A difference whose interval contains 0 is not shown to be one. With fewer
+than five seeds there is no interval: such a difference is an observation and no claim.
+"""
+
+
+def updated_page(text, sections):
+    """The page with {study: (title, section)} between their markers. Studies that have none yet are appended."""
+    text = text or INTRODUCTION
+    for name, (title, content) in sections.items():
+        opening = f"<!-- reproduce:{name} -->\n"
+        closing = f"<!-- /reproduce:{name} -->"
+        if opening not in text:
+            text = f"{text.rstrip()}\n\n## {title}\n\n{opening}{closing}\n"
+        before, rest = text.split(opening, 1)
+        after = rest.split(closing, 1)[1]
+        text = before + opening + content + closing + after
+    return text
+
+
+# ----------------------------------------------------------------------------------------------------- pictures
+STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "0.9",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "savefig.dpi": 200,  # 8 inches wide: 1,600 pixels, shown at 800
+}
+
+
+def has_curves(study, rows):
+    return "curves" in study.pictures and len({row["step"] for row in rows if row["metric"] == study.metric}) > 2
+
+
+def pictures(name, study, rows):
+    """The files that draw() makes of these rows."""
+    names = [f"{name}.png"] if rows and study.pictures else []
+    has_rates = "rates" in study.pictures and any(row["metric"] in ACHIEVEMENTS for row in rows)
+    return names + ([f"{name}_rates.png"] if has_rates else [])
+
+
+def draw_curves(axes, study, rows, env):
+    longest = max(int(row["step"]) for row in rows if row["env"] == env)
+    unit, words = (1e6, "million steps") if longest >= 1e5 else (1, "environment steps")
+    for method in study.methods:
+        found = curves(rows, env, method.label, study.metric) if method.env == env else {}
+        steps = sorted(set.intersection(*(set(steps) for steps, _ in found.values()))) if found else []
+        if len(steps) > 1:
+            values = np.array([value[np.searchsorted(at, steps)] for at, value in found.values()]).T  # (points, seeds)
+            centre, low, high = summary(values)
+            x = np.array(steps) / unit
+            axes.plot(x, centre, color=COLOURS.get(method.label, "0.3"), label=method.label, linewidth=1.6)
+            axes.fill_between(x, low, high, color=COLOURS.get(method.label, "0.3"), alpha=0.2, linewidth=0)
+    for at in study.at_steps:
+        axes.axvline(at / unit, color="0.5", linewidth=0.8, linestyle=":")
+    axes.set(xlabel=words, ylabel=METRICS[study.metric][0])
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:,g}")
+
+
+def draw_finals(axes, study, rows, env):
+    """A bar for each line of the table, and a dot for each seed."""
+    lines = list(entries(study, rows, env))
+    for i, (_, method, by_seed) in enumerate(lines):
+        values = np.array(list(by_seed.values()))
+        centre, low, high = summary(values)
+        colour = COLOURS.get(method.label, "0.3")
+        axes.barh(i, centre, 0.7, color=colour, alpha=0.55)
+        if len(values) > 1:
+            axes.errorbar(centre, i, xerr=[[centre - low], [high - centre]], color="0.15", capsize=3, linewidth=1.2)
+        offsets = np.linspace(-0.2, 0.2, len(values)) if len(values) > 1 else [0.0]
+        axes.scatter(values, i + np.array(offsets), s=14, color=colour, edgecolor="0.15", linewidth=0.6, zorder=3)
+    axes.set_yticks(range(len(lines)), [text for text, _, _ in lines])
+    axes.set_ylim(len(lines) - 0.4, -0.6)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(METRICS[study.metric][0])
+    axes.xaxis.set_major_formatter("{x:,g}")
+
+
+def draw_rates(figure, study, rows):
+    """How many of the last episodes unlocked each achievement: a bar for each method, a dot for each seed."""
+    labels = [method.label for method in study.methods]
+    axes = figure.add_subplot()
+    height = 0.8 / len(labels)
+    place = np.arange(len(ACHIEVEMENTS))
+    for i, method in enumerate(study.methods):
+        rates = [values_at(curves(rows, method.env, method.label, name)) for name in ACHIEVEMENTS]
+        if all(rates):
+            y = place + (i + 0.5) * height - 0.4
+            colour = COLOURS.get(method.label, "0.3")
+            means = [100 * np.mean(list(rate.values())) for rate in rates]
+            axes.barh(y, means, height, color=colour, alpha=0.7, label=method.label)
+            for at, rate in zip(y, rates):
+                axes.plot(100 * np.array(list(rate.values())), [at] * len(rate), ".", color="0.15", markersize=2.5)
+    axes.set_yticks(place, [name.replace("_", " ") for name in ACHIEVEMENTS])
+    axes.set_ylim(len(ACHIEVEMENTS) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("episodes that unlocked it (%); dots: seeds")
+    figure.legend(loc="outside upper center", ncols=len(labels))
+
+
+def tick_texts(axes):
+    return [text.get_text() for text in axes.get_yticklabels()]
+
+
+def draw(name, study, rows, folder):
+    """The pictures of a study, from the rows of its csv."""
+    folder.mkdir(parents=True, exist_ok=True)
+    envs = [env for env in study.envs if any(row["env"] == env for row in rows)]
+    with matplotlib.rc_context(STYLE):
+        for picture in pictures(name, study, rows):
+            if picture.endswith("_rates.png"):
+                figure = Figure((8, 9), layout="constrained")
+                draw_rates(figure, study, rows)
+                figure.savefig(folder / picture)
+                continue
+            # one environment: curves beside bars. Several: a column each, curves above bars
+            drawings = [draw_curves] if has_curves(study, rows) else []
+            drawings += [draw_finals] if "finals" in study.pictures else []
+            shape = (1, len(drawings)) if len(envs) == 1 else (len(drawings), len(envs))
+            figure = Figure((8, 3.4 if shape[0] == 1 else 5.6), layout="constrained")
+            panels = figure.subplots(*shape, squeeze=False)
+            for i, drawing in enumerate(drawings):
+                for j, env in enumerate(envs):
+                    axes = panels[0, i] if len(envs) == 1 else panels[i, j]
+                    drawing(axes, study, rows, env)
+                    axes.set_title(env if i == 0 else "")
+                    if j > 0:
+                        axes.set_ylabel("")
+                    if j > 0 and drawing is draw_finals and tick_texts(axes) == tick_texts(panels[i, 0]):
+                        axes.tick_params(labelleft=False)  # the names stand at the left
+            seeds = [len(values) for env in envs for _, _, values in entries(study, rows, env)]
+            words = "interquartile mean and 95% interval" if min(seeds) >= 5 else "mean and standard error"
+            figure.suptitle(f"{words}; dots: seeds", fontsize=9, color="0.3")
+            if has_curves(study, rows):
+                handles, labels = panels[0, 0].get_legend_handles_labels()
+                figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 7))
+            figure.savefig(folder / picture)

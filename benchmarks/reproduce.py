@@ -1,0 +1,814 @@
+"""One command for every table and figure: runs what is missing, resumes what was stopped, then draws.
+
+    python benchmarks/reproduce.py --list                      # every study: runs, expected hours, what it writes
+    python benchmarks/reproduce.py race --jobs 2               # the runs, then csv, pictures and docs/results.md
+    python benchmarks/reproduce.py race --dry-run              # the exact commands
+    python benchmarks/reproduce.py race --plot                 # tables and pictures from results/race.csv alone
+    python benchmarks/reproduce.py race --methods C-TeC RND --seeds 11 12
+    python benchmarks/reproduce.py paper_ant --launcher slurm  # the same runs as a job array, by submitit
+    python benchmarks/reproduce.py no-bonus mbrl_sac_brax --env point_hardest_maze   # a SAC script whose reward is 0
+
+A study is an entry of STUDIES. A run is a child process of a script, in runs/<script>__<env>__<flags' hash>__seed<k>/,
+so that two studies share a run that both need. That folder has the script's own folder, its output (log.txt), and its
+version and machine (run.json). Ctrl-C and SIGTERM let the children save their checkpoints; the same command goes on
+from there. To run something again, delete its folder.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import fcntl
+import hashlib
+import importlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tyro
+from report import ACHIEVEMENTS, COLUMNS, draw, expected, read_csv, run_key, section, updated_page
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent  # where the scripts are
+CHECKPOINT = "checkpoint.npz"
+POINTS = 100  # of each learning curve that are kept in results/
+
+
+# ------------------------------------------------------------------------------------------------------ studies
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A row of a table: the runs that differ by their seed only."""
+
+    label: str
+    script: str
+    flags: str
+    hours: float
+    """expected hours of one run, on a core or a GPU"""
+    kind: Literal["train", "no_bonus", "speed"] = "train"
+    """train: the script itself. no_bonus: its agent is rewarded with 0. speed: benchmarks/speed.py measures it"""
+
+    @property
+    def env(self):
+        words = self.flags.split()
+        return words[words.index("--env") + 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    title: str
+    methods: tuple[Method, ...]
+    """the differences in the table are against the first one"""
+    seeds: tuple[int, ...]
+    metric: str = "coverage"
+    """column of metrics.csv"""
+    pictures: tuple[str, ...] = ("curves", "finals")
+    """curves: learning curves. finals: bars of the last values. rates: bars of the 22 achievements"""
+    device: Literal["cpu", "gpu"] = "cpu"
+    """what the sizes are for; the hours are this device's"""
+    at_steps: tuple[int, ...] = ()
+    """the table's rows are the values after these steps, instead of the last ones"""
+    note: str = ""
+    """what a reader of the table should know"""
+    on_page: bool = True
+    """has a section in docs/results.md"""
+
+    @property
+    def hours(self):
+        return len(self.seeds) * sum(method.hours for method in self.methods)
+
+    @property
+    def envs(self):
+        return list(dict.fromkeys(method.env for method in self.methods))
+
+
+MAZE = "--env point_hardest_maze --preset laptop"
+CRAFTAX = "--env craftax_classic --preset laptop"
+RANDOM_CRAFTAX = Method("random", "random_craftax", f"{CRAFTAX} --total-timesteps 409600", 0.03)
+ANT_ONE_CORE = "--env ant_hardest_maze --num-envs 64 --batch-size 64 --encoder-width 256 --replay-size 1100"
+TINY = """--env point_u_maze --num-envs 8 --unroll-length 16 --episode-length 33 --replay-size 64 --learning-starts 32
+    --batch-size 32 --multiplier 0.5 --agent-width 16 --total-timesteps 1536"""
+ROBOTS = ("ant_hardest_maze", "humanoid_u_maze", "arm_binpick_hard")
+ROBOT_HOURS = 24  # of a run at the paper's sizes on an RTX 8000 or V100, as the paper reports them
+CRAFTAX_HOURS = 30
+PAPER = dict(seeds=(1, 2, 3, 4, 5), device="gpu")
+ON_CRAFTAX = dict(metric="achievements", pictures=("curves", "finals", "rates"))
+
+
+def paper_coverage(env):
+    """The learning curves of one robot at the paper's sizes."""
+    methods = (
+        Method("C-TeC", "ctec_sac_brax", f"--env {env}", ROBOT_HOURS),
+        Method("C-TeC goal", "ctec_sac_brax", f"--env {env} --future-state goal", ROBOT_HOURS),
+        Method("RND", "rnd_sac_brax", f"--env {env}", ROBOT_HOURS),
+        Method("ICM", "icm_sac_brax", f"--env {env}", ROBOT_HOURS),
+        Method("APT", "apt_sac_brax", f"--env {env}", ROBOT_HOURS),
+        Method("random", "random_brax", f"--env {env}", 8),
+    )
+    return Study(f"The paper's coverage curves: {env}", methods, **PAPER)
+
+
+STUDIES = {
+    "race": Study(
+        "The race on the point maze, laptop scale",
+        (
+            Method("C-TeC", "ctec_sac_brax", MAZE, 0.035),
+            Method("APT", "apt_sac_brax", MAZE, 0.04),
+            Method("ICM", "icm_sac_brax", MAZE, 0.055),
+            Method("RND", "rnd_sac_brax", MAZE, 0.03),
+            Method("forward model", "mbrl_sac_brax", MAZE, 0.025),
+            Method("no bonus", "mbrl_sac_brax", MAZE, 0.025, kind="no_bonus"),
+            Method("random", "random_brax", MAZE, 0.005),
+        ),
+        seeds=(11, 12, 13, 14, 15),
+        note="SAC, replay, environment and bins are the same; the bonus differs.",
+    ),
+    "race_craftax": Study(
+        "The race on Craftax-Classic, laptop scale",
+        (
+            Method("C-TeC", "ctec_ppo_rnn_craftax", CRAFTAX, 0.4),
+            Method("E3B", "e3b_ppo_craftax", CRAFTAX, 0.35),
+            Method("ICM", "icm_ppo_craftax", CRAFTAX, 0.45),
+            Method("RND", "rnd_ppo_craftax", CRAFTAX, 0.35),
+            RANDOM_CRAFTAX,
+        ),
+        seeds=(11, 12, 13),
+        note="The recurrent PPO and the game are the same, and there is no task reward; the bonus differs.",
+        **ON_CRAFTAX,
+    ),
+    "etd": Study(
+        "ETD against C-TeC in one PPO, laptop scale",
+        (
+            Method("C-TeC", "etd_ppo", f"{MAZE} --bonus ctec", 0.06),
+            Method("ETD", "etd_ppo", f"{MAZE} --bonus etd", 0.07),
+            Method("random", "random_brax", f"{MAZE} --episode-length 1000 --total-timesteps 1015808", 0.005),
+        ),
+        seeds=(11, 12, 13),
+        note="PPO, the shapes of the encoders, futures and standardisation are the same; the bonus differs.",
+    ),
+    "etd_craftax": Study(
+        "ETD against C-TeC on Craftax-Classic, laptop scale",
+        (
+            Method("C-TeC", "etd_ppo", f"{CRAFTAX} --total-timesteps 500000 --bonus ctec", 0.1),
+            Method("ETD", "etd_ppo", f"{CRAFTAX} --total-timesteps 500000 --bonus etd", 0.1),
+            RANDOM_CRAFTAX,
+        ),
+        seeds=(11, 12),
+        **ON_CRAFTAX,
+    ),
+    "speed": Study(
+        "Speed of training on one core",
+        (
+            Method("C-TeC", "ctec_sac_brax", ANT_ONE_CORE, 0.1, kind="speed"),
+            Method("C-TeC", "ctec_sac_brax", MAZE, 0.02, kind="speed"),
+            Method("APT", "apt_sac_brax", MAZE, 0.02, kind="speed"),
+            Method("ICM", "icm_sac_brax", MAZE, 0.02, kind="speed"),
+            Method("RND", "rnd_sac_brax", MAZE, 0.02, kind="speed"),
+            Method("forward model", "mbrl_sac_brax", MAZE, 0.02, kind="speed"),
+            Method("ETD", "etd_ppo", MAZE, 0.03, kind="speed"),
+            Method("C-TeC", "ctec_ppo_rnn_craftax", CRAFTAX, 0.05, kind="speed"),
+            Method("E3B", "e3b_ppo_craftax", CRAFTAX, 0.05, kind="speed"),
+            Method("ICM", "icm_ppo_craftax", CRAFTAX, 0.05, kind="speed"),
+            Method("RND", "rnd_ppo_craftax", CRAFTAX, 0.05, kind="speed"),
+        ),
+        seeds=(1, 2, 3),
+        metric="steps_per_second",
+        pictures=(),
+        note="Seeds are repetitions of `benchmarks/speed.py`; a run's log.txt says where the time goes.",
+    ),
+    "paper_ant_large": paper_coverage("ant_large_maze"),
+    "paper_ant": paper_coverage("ant_hardest_maze"),
+    "paper_humanoid": paper_coverage("humanoid_u_maze"),
+    "paper_arm": paper_coverage("arm_binpick_hard"),
+    "paper_sample_efficiency": Study(
+        "The paper's sample efficiency: C-TeC after 30M, 50M and 500M steps",
+        tuple(Method("C-TeC", "ctec_sac_brax", f"--env {env}", ROBOT_HOURS) for env in ROBOTS),
+        at_steps=(30_000_000, 50_000_000, 500_000_000),
+        note="Read off the runs of 500M steps: their first part is what a shorter run does. The paper's means and "
+        "standard deviations: 1,119 ± 304, 1,916 ± 430, 2,500 ± 300 on ant_hardest_maze; 102 ± 11, 143 ± 34, "
+        "230 ± 40 on humanoid_u_maze. Its bins of the arm are not ours.",
+        **PAPER,
+    ),
+    "paper_model_based": Study(
+        "The paper's model-based baseline",
+        tuple(
+            Method(label, script, f"--env {env}", ROBOT_HOURS)
+            for env in ROBOTS
+            for label, script in (("C-TeC", "ctec_sac_brax"), ("forward model", "mbrl_sac_brax"))
+        ),
+        note="The paper's means and standard deviations: 2,500 ± 300 and 849 ± 63 on ant_hardest_maze, 230 ± 40 and "
+        "31 ± 8 on humanoid_u_maze. Its bins of the arm are not ours.",
+        **PAPER,
+    ),
+    "paper_craftax": Study(
+        "The paper's Craftax-Classic, 1B steps",
+        (
+            Method("C-TeC", "ctec_ppo_rnn_craftax", "--env craftax_classic", CRAFTAX_HOURS),
+            Method("E3B", "e3b_ppo_craftax", "--env craftax_classic", CRAFTAX_HOURS),
+            Method("ICM", "icm_ppo_craftax", "--env craftax_classic", CRAFTAX_HOURS),
+            Method("RND", "rnd_ppo_craftax", "--env craftax_classic", CRAFTAX_HOURS),
+            Method("random", "random_craftax", "--env craftax_classic --total-timesteps 10000000", 0.2),
+        ),
+        **PAPER,
+        **ON_CRAFTAX,
+    ),
+    "paper_etd": Study(
+        "The paper's comparison with ETD: robots",
+        tuple(
+            Method(label, "etd_ppo", f"--env {env} --bonus {bonus}", ROBOT_HOURS)
+            for env in ROBOTS
+            for label, bonus in (("C-TeC", "ctec"), ("ETD", "etd"))
+        ),
+        **PAPER,
+    ),
+    "paper_etd_craftax": Study(
+        "The paper's comparison with ETD: Craftax-Classic in the place of its Crafter",
+        (
+            Method("C-TeC", "etd_ppo", "--env craftax_classic --bonus ctec", CRAFTAX_HOURS),
+            Method("ETD", "etd_ppo", "--env craftax_classic --bonus etd", CRAFTAX_HOURS),
+        ),
+        **PAPER,
+        **ON_CRAFTAX,
+    ),
+    "smoke": Study(
+        "Two methods, two seeds, two minutes: does this command work here?",
+        (
+            Method("C-TeC", "ctec_sac_brax", f"{TINY} --encoder-width 16 --representation-size 8", 0.005),
+            Method("forward model", "mbrl_sac_brax", f"{TINY} --model-width 16", 0.005),
+        ),
+        seeds=(1, 2),
+        on_page=False,
+    ),
+}
+
+
+# ---------------------------------------------------------------------------------------------------- arguments
+@dataclasses.dataclass(frozen=True)
+class Args:
+    studies: tyro.conf.Positional[tuple[Literal[tuple(STUDIES)], ...]] = ()
+    """what to reproduce"""
+    list: bool = False
+    """print every study: number of runs, expected hours, what it writes"""
+    dry_run: bool = False
+    """print the exact commands, or the batch script, and do nothing"""
+    plot: bool = False
+    """run nothing: tables and pictures from results/*.csv alone (without a study: all of them)"""
+    methods: tuple[str, ...] = ()
+    """only these methods of the study (default: all)"""
+    seeds: tuple[int, ...] = ()
+    """these seeds instead of the study's"""
+    jobs: int | None = None
+    """runs at the same time (default: one for each core, or --runs-per-gpu for each GPU)"""
+    runs_per_gpu: int = 1
+    """runs that share a GPU, and its memory in equal parts"""
+    launcher: Literal["local", "slurm"] = "local"
+    """slurm: submit the runs as a job array by submitit, requeued at the time limit until they are finished"""
+    slurm_minutes: int = 720
+    """time limit of a job before it is requeued"""
+    sbatch: tuple[str, ...] = ()
+    """further options of sbatch, as name=value: --sbatch partition=long account=me"""
+    run_dir: Path = ROOT / "runs"
+    """where the folders of the runs are"""
+    results_dir: Path = ROOT / "results"
+    """where the csv files are"""
+    docs_dir: Path = ROOT / "docs"
+    """where the pictures and results.md are"""
+
+
+def fail(message, code=2):
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+# --------------------------------------------------------------------------------------------------------- runs
+def relative(path):
+    """The path as it is written in a command that is called in ROOT."""
+    path = Path(path).resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    method: Method
+    seed: int
+    run_dir: Path
+
+    @property
+    def name(self):
+        suffix = "" if self.method.kind == "train" else f"_{self.method.kind}"
+        flags = hashlib.sha256(" ".join(self.method.flags.split()).encode()).hexdigest()[:8]
+        return f"{self.method.script}{suffix}__{self.method.env}__{flags}__seed{self.seed}"
+
+    @property
+    def folder(self):
+        return self.run_dir / self.name
+
+    def script_folder(self, file):
+        """The newest of the script's own folders (their names end in the time) that has this file, or None."""
+        return max((path.parent for path in self.folder.rglob(file)), default=None)
+
+    @property
+    def fraction(self):
+        """How much of the run is done, from 0 to 1."""
+        if self.method.kind == "speed":
+            return float(measured_speed(self.folder / "log.txt") is not None)
+        folder = self.script_folder("metrics.csv")
+        if folder is None or not (folder / "args.json").exists():
+            return 0.0
+        total = json.loads((folder / "args.json").read_text())["total_timesteps"]
+        return min(last_step(folder / "metrics.csv") / total, 1.0)
+
+    @property
+    def finished(self):
+        has_state = self.method.kind == "speed" or self.script_folder(CHECKPOINT) is not None
+        return has_state and self.fraction == 1.0
+
+    def command(self):
+        """The words of the command, which goes on from a checkpoint if there is one."""
+        flags = [*self.method.flags.split(), "--seed", str(self.seed)]
+        if self.method.kind == "speed":
+            return ["benchmarks/speed.py", self.method.script, *flags]
+        checkpoint = self.script_folder(CHECKPOINT)
+        if checkpoint and not self.finished:
+            flags = ["--resume", relative(checkpoint)]
+        else:
+            flags += ["--run-dir", relative(self.folder)]
+        if self.method.kind == "no_bonus":
+            return ["benchmarks/reproduce.py", "no-bonus", self.method.script, *flags]
+        return [f"{self.method.script}.py", *flags]
+
+    @property
+    def version(self):
+        """Git's name for the script's content: `git show <version>` prints it, once it is committed."""
+        source = (ROOT / f"{self.method.script}.py").read_bytes()
+        return hashlib.sha1(b"blob %d\0" % len(source) + source).hexdigest()[:10]
+
+    def record(self):
+        """What run.json says: the versions that the run was started and resumed with, and the machine."""
+        file = self.folder / "run.json"
+        return json.loads(file.read_text()) if file.exists() else {"version": self.version, "machine": "unknown"}
+
+
+def last_step(metrics):
+    """The steps of the last complete row; reads the end of the file only, since a run may have 10,000 rows."""
+    with open(metrics, "rb") as file:
+        header = file.readline().decode().strip().split(",")
+        file.seek(max(file.tell(), os.path.getsize(metrics) - 8192))
+        lines = file.read().decode().splitlines(keepends=True)
+    rows = [line.split(",") for line in lines if line.endswith("\n") and line.count(",") == len(header) - 1]
+    return int(rows[-1][header.index("steps")]) if rows else 0
+
+
+def measured_speed(log):
+    """Steps a second that benchmarks/speed.py printed, or None if it did not come to its end."""
+    text = log.read_text() if log.exists() else ""
+    found = re.search(r"^training +([\d,]+) steps/s", text, re.MULTILINE)
+    return float(found.group(1).replace(",", "")) if found and "Traceback" not in text else None
+
+
+def select_runs(args, study):
+    unknown = set(args.methods) - {method.label for method in study.methods}
+    if unknown:
+        fail(f"--methods {' '.join(unknown)}: the study has {', '.join({m.label: 0 for m in study.methods})}")
+    methods = [method for method in study.methods if not args.methods or method.label in args.methods]
+    seeds = args.seeds or study.seeds
+    return [Run(method, seed, args.run_dir.resolve()) for seed in seeds for method in methods]
+
+
+def train_without_bonus(script, *flags):
+    """A SAC script whose agent is rewarded with 0: nothing but the entropy is left to explore by."""
+    import jax.numpy as jnp
+
+    sys.path.insert(0, str(ROOT))
+    script = importlib.import_module(Path(script).stem)
+    update_sac = script.update_sac
+
+    def update_without_bonus(args, env, agent, batch, reward, key):
+        return update_sac(args, env, agent, batch, jnp.zeros_like(reward), key)
+
+    script.update_sac = update_without_bonus
+    args = script.parse_args(flags)
+    if not args.resume:
+        args = dataclasses.replace(args, run_dir=str(Path(args.run_dir) / "no_bonus"))
+    return script.main(args)
+
+
+# ----------------------------------------------------------------------------------- running them on this machine
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A place for one run at a time: a core or a share of a GPU."""
+
+    prefix: tuple[str, ...] = ()
+    """words before the command"""
+    env: tuple[tuple[str, str], ...] = ()
+    """environment variables of the child"""
+
+    def command(self, run):
+        return [*self.prefix, sys.executable, *run.command()]
+
+
+def command_line(slot, run):
+    """The command as one would type it in ROOT."""
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in slot.env), shlex.join(slot.command(run))])
+
+
+def visible_gpus():
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.split()
+
+
+def cpu_slot(core=None):
+    flags = os.environ.get("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")  # compiles in half the time
+    prefix = ("taskset", "-c", str(core)) if core is not None and shutil.which("taskset") else ()
+    return Slot(prefix, (("JAX_PLATFORMS", "cpu"), ("XLA_FLAGS", flags)))
+
+
+def gpu_slot(runs_per_gpu, gpu=None):
+    env = [] if gpu is None else [("CUDA_VISIBLE_DEVICES", gpu)]
+    if runs_per_gpu > 1:
+        env.append(("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / runs_per_gpu:.2f}"))
+    return Slot(env=tuple(env))
+
+
+def local_slots(args, device):
+    gpus = visible_gpus() if device == "gpu" else []
+    if gpus:
+        slots = [gpu_slot(args.runs_per_gpu, gpu) for _ in range(args.runs_per_gpu) for gpu in gpus]
+        return slots[: args.jobs]
+    if device == "gpu":
+        print("no GPU was found: these sizes will take very long on a CPU", file=sys.stderr)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [None]
+    return [cpu_slot(cores[i % len(cores)]) for i in range(args.jobs or len(cores))]
+
+
+def machine_name(slot):
+    """The GPU or the processor that a run is on."""
+    if ("JAX_PLATFORMS", "cpu") not in slot.env and visible_gpus():
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True).stdout.strip().split("\n")[0]
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return f"{found.group(1) if found else platform.processor() or platform.machine()}, one core"
+
+
+def start(run, slot):
+    """The child process of a run, or None if another process is at it. The child keeps the lock until it ends."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as files:
+        lock = files.enter_context(open(run.folder / "lock", "w"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        resumed = run.script_folder(CHECKPOINT) is not None
+        log = files.enter_context(open(run.folder / "log.txt", "ab" if resumed else "wb"))
+        versions = [run.record()["version"], run.version] if resumed else [run.version]
+        record = {"version": "+".join(dict.fromkeys(versions)), "machine": machine_name(slot)}
+        (run.folder / "run.json").write_text(json.dumps(record, indent=1))
+        return subprocess.Popen(
+            slot.command(run),
+            cwd=ROOT,
+            env=os.environ | dict(slot.env),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that Ctrl-C reaches the children through us only
+            pass_fds=(lock.fileno(),),
+        )
+
+
+def last_lines(run, count=12):
+    lines = re.split("[\r\n]+", (run.folder / "log.txt").read_text(errors="replace"))
+    return "\n".join(f"    {line}" for line in [line for line in lines if line.strip()][-count:])
+
+
+@contextlib.contextmanager
+def caught_signals():
+    """A list that Ctrl-C and SIGTERM append to, instead of what they do otherwise."""
+    caught = []
+    handlers = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handlers[number] = signal.signal(number, lambda number, _: caught.append(number))
+    try:
+        yield caught
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def run_all(runs, slots, name):
+    """Run what is not finished. Returns the names of the runs that failed; exits if a signal stopped it."""
+    waiting = [run for run in runs if not run.finished]
+    done = {run: 0.0 if run in waiting else run.method.hours for run in runs}  # expected hours of what is done
+    children = {}  # {number of a slot: (run, process)}
+    failed = []
+    bar = tqdm(
+        total=sum(run.method.hours for run in runs),
+        initial=sum(done.values()),
+        bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left",
+        smoothing=0,
+        miniters=0,
+        mininterval=0.5 if sys.stderr.isatty() else 60,
+    )
+    with caught_signals() as caught, bar:
+        while (waiting or children) and not caught:
+            for number, slot in enumerate(slots):
+                if waiting and number not in children:
+                    run = waiting.pop(0)
+                    process = start(run, slot)
+                    if process is not None:
+                        children[number] = (run, process)
+                    else:
+                        failed.append(run.name)
+                        bar.write(f"{run.name}: another process is running it", file=sys.stderr)
+            time.sleep(0.2)
+            for number, (run, process) in list(children.items()):
+                code = process.poll()
+                done[run] = run.fraction * run.method.hours
+                if code is not None:
+                    del children[number]
+                    if code != 0 or not run.finished:
+                        failed.append(run.name)
+                        log = relative(run.folder / "log.txt")
+                        words = f"{run.name} failed with exit code {code}. The last lines of {log}:"
+                        bar.write(f"{words}\n{last_lines(run)}", file=sys.stderr)
+            finished = len(runs) - len(waiting) - len(children) - len(failed)
+            words = f"{name}: {finished} of {len(runs)} runs finished, {len(children)} running, {len(failed)} failed"
+            bar.set_description_str(words, refresh=False)
+            bar.update(sum(done.values()) - bar.n)
+    if caught:  # from here on a second Ctrl-C ends this process, and the children end by themselves
+        stop_children([process for _, process in children.values()])
+        fail("stopped; the same command goes on from the checkpoints", code=128 + caught[0])
+    return failed
+
+
+def stop_children(processes):
+    """SIGTERM: each one saves its checkpoint after the iteration."""
+    for process in processes:
+        process.terminate()
+    if processes:
+        print(f"waiting for the checkpoints of {len(processes)} runs", file=sys.stderr)
+    for process in processes:
+        process.wait()
+
+
+# ------------------------------------------------------------------------------------------ running them on a cluster
+class ClusterJob:
+    """What submitit calls on a node: a few runs at once. At the time limit submitit asks for checkpoint(), and
+    calls what that returns in the requeued job, where the runs go on from their checkpoints."""
+
+    def __init__(self, runs, slot):
+        self.runs = runs
+        self.slot = slot
+        self.processes = []
+
+    def __call__(self):
+        waiting = [run for run in self.runs if not run.finished]
+        self.processes = [start(run, self.slot) for run in waiting]
+        for process in self.processes:
+            if process is not None:
+                process.wait()
+        failed = [run for run in self.runs if not run.finished]
+        if failed:
+            raise RuntimeError("\n".join(f"{run.name} failed:\n{last_lines(run)}" for run in failed))
+        return [run.name for run in self.runs]
+
+    def checkpoint(self):
+        from submitit.helpers import DelayedSubmission
+
+        running = [process for process in self.processes if process is not None and process.returncode is None]
+        for process in running:
+            process.terminate()
+        for process in running:
+            # The interrupted wait() of __call__ holds the process's lock: wait without it, and leave the rest to it.
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        return DelayedSubmission(ClusterJob(self.runs, self.slot))
+
+
+def import_submitit():
+    try:
+        import cloudpickle
+        import submitit
+    except ImportError:
+        fail("--launcher slurm needs submitit: pip install -r requirements-cluster.txt")
+    if __name__ != "__main__":  # a node need not find this module, as it need not find __main__
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    return submitit
+
+
+def cluster_jobs(args, runs, device):
+    size = args.runs_per_gpu if device == "gpu" else 1
+    slot = gpu_slot(args.runs_per_gpu) if device == "gpu" else cpu_slot()
+    return [ClusterJob(runs[i : i + size], slot) for i in range(0, len(runs), size)]
+
+
+def submit(executor, jobs):
+    """Submit the jobs as one array, and note each run's job in its folder."""
+    with executor.batch():
+        submitted = [executor.submit(job) for job in jobs]
+    for job, handle in zip(jobs, submitted):
+        for run in job.runs:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            (run.folder / "job.txt").write_text(handle.job_id)
+    return submitted
+
+
+def slurm_executor(args, folder, device, name):
+    submitit = import_submitit()
+    executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=100)
+    gpu = {"gpus_per_node": 1, "cpus_per_task": 2, "mem": "16GB"}
+    executor.update_parameters(
+        job_name=name,
+        time=args.slurm_minutes,
+        signal_delay_s=300,  # an iteration and its checkpoint must fit in
+        array_parallelism=args.jobs or 256,
+        additional_parameters=dict(option.split("=", 1) for option in args.sbatch),
+        **(gpu if device == "gpu" else {"cpus_per_task": 1, "mem": "8GB"}),
+    )
+    return executor
+
+
+def batch_script(args, jobs, device, name):
+    """The script that submitit hands to sbatch. A stand-in for sbatch lets submitit write it on any machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        for program in ("srun", "sbatch"):
+            stand_in = Path(folder) / program
+            stand_in.write_text("#!/bin/sh\necho Submitted batch job 1\n")
+            stand_in.chmod(0o755)
+        path = os.environ["PATH"]
+        os.environ["PATH"] = f"{folder}:{path}"
+        try:
+            executor = slurm_executor(args, f"{folder}/jobs", device, name)
+            with executor.batch():
+                for job in jobs:
+                    executor.submit(job)
+        finally:
+            os.environ["PATH"] = path
+        text = next(Path(folder, "jobs").glob("*submission.sh")).read_text()
+        return text.replace(f"{folder}/jobs", relative(args.run_dir / "slurm"))
+
+
+def is_queued(submitit, run, folder):
+    file = run.folder / "job.txt"
+    return file.exists() and not submitit.SlurmJob(folder=folder, job_id=file.read_text()).done()
+
+
+def run_on_slurm(args, runs, device, name):
+    """Submit what is neither finished nor queued; returns the names of the runs that are not finished."""
+    submitit = import_submitit()
+    if shutil.which("sbatch") is None:
+        fail("there is no sbatch here; --launcher slurm --dry-run prints the batch script")
+    folder = args.run_dir / "slurm"
+    left = [run for run in runs if not run.finished]
+    new = [run for run in left if not is_queued(submitit, run, folder)]
+    if new:
+        handles = submit(slurm_executor(args, folder, device, name), cluster_jobs(args, new, device))
+        print(f"submitted {len(new)} runs as job {handles[0].job_id.split('_')[0]}, logs in {relative(folder)}")
+    print(f"{len(runs) - len(left)} runs are finished, {len(left)} queued (job gone? delete the run's job.txt)")
+    print("when they are done, the same command writes the results")
+    return [run.name for run in left]
+
+
+# ------------------------------------------------------------------------------------------------------ results
+def result_rows(name, study, run):
+    """The rows of results/<study>.csv of a finished run."""
+    known = {"study": name, "env": run.method.env, "method": run.method.label, "seed": run.seed} | run.record()
+    if study.metric == "steps_per_second":
+        return [known | {"metric": study.metric, "step": 0, "value": measured_speed(run.folder / "log.txt")}]
+    folder = run.script_folder(CHECKPOINT)
+    total = json.loads((folder / "args.json").read_text())["total_timesteps"]
+    with open(folder / "metrics.csv") as file:
+        table = [row for row in csv.DictReader(file) if row[study.metric]]
+    if not table:  # no Craftax episode has ended
+        return []
+    steps = np.array([int(row["steps"]) for row in table])
+    wanted = np.arange(1, POINTS + 1) * total / POINTS
+    chosen = np.unique(np.minimum(np.searchsorted(steps, wanted), len(steps) - 1))  # the first row at or after each
+    rows = [known | {"metric": study.metric, "step": steps[i], "value": table[i][study.metric]} for i in chosen]
+    last = {"steps_per_second": np.median([float(row["steps_per_second"]) for row in table])}
+    if "rates" in study.pictures:
+        last |= {achievement: table[-1][achievement] for achievement in ACHIEVEMENTS}
+    return rows + [known | {"metric": metric, "step": steps[-1], "value": last[metric]} for metric in last]
+
+
+def write_results(path, name, study, runs):
+    """Put the finished runs into the csv, in the place of older rows of the same runs."""
+    new = [row for run in runs if run.finished for row in result_rows(name, study, run)]
+    replaced = {run_key(row) for row in new}
+    order = {(method.env, method.label): i for i, method in enumerate(study.methods)}
+    rows = [row for row in read_csv(path) if run_key(row) not in replaced] + new
+    rows = [row for row in rows if (row["env"], row["method"]) in order]
+    rows.sort(key=lambda row: (order[row["env"], row["method"]], int(row["seed"])))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row | {"value": f"{float(row['value']):.7g}"} for row in rows)
+    temporary.replace(path)
+
+
+# --------------------------------------------------------------------------------------------------------- main
+def print_list(args):
+    for name, study in STUDIES.items():
+        count = len(study.methods) * len(study.seeds)
+        recorded = len({run_key(row) for row in read_csv(args.results_dir / f"{name}.csv")})
+        files = [f"results/{name}.csv"]
+        files += [f"docs/{name}.png"] if study.pictures else []
+        files += [f"docs/{name}_rates.png"] if "rates" in study.pictures else []
+        print(f"{name:24}{study.title}")
+        print(f"{'':24}{count} runs ({recorded} recorded), {expected(study)}; writes {', '.join(files)}\n")
+
+
+def print_commands(args, name, study, runs):
+    if args.launcher == "slurm":
+        jobs = cluster_jobs(args, runs, study.device)
+        print(batch_script(args, jobs, study.device, name))
+        for number, job in enumerate(jobs):
+            for run in job.runs:
+                print(f"# {name}, array index {number}: {command_line(job.slot, run)}")
+        return
+    slots = local_slots(args, study.device)
+    for number, run in enumerate(runs):
+        print(command_line(slots[number % len(slots)], run) + ("   # finished" if run.finished else ""))
+
+
+def report_old_versions(runs):
+    old = [run for run in runs if run.finished and run.record()["version"] != run.version]
+    if old:
+        print(f"{len(old)} finished runs are of another version of their script (delete to repeat):", file=sys.stderr)
+        print("\n".join(f"    {relative(run.folder)}" for run in old), file=sys.stderr)
+
+
+def show(args, names):
+    """Tables, pictures and the page, from the csv files alone."""
+    sections = {}
+    for name in names:
+        study = STUDIES[name]
+        rows = read_csv(args.results_dir / f"{name}.csv")
+        draw(name, study, rows, args.docs_dir)
+        text = section(name, study, rows)
+        print(f"{study.title}\n\n{text}")
+        if study.on_page:
+            sections[name] = (study.title, text)
+    if sections:
+        page = args.docs_dir / "results.md"
+        args.docs_dir.mkdir(parents=True, exist_ok=True)
+        page.write_text(updated_page(page.read_text() if page.exists() else None, sections))
+
+
+def main(args):
+    """Returns the exit code: 0 if all runs are finished."""
+    if args.list:
+        print_list(args)
+        return 0
+    if not args.studies and not args.plot:
+        fail(f"which study? {', '.join(STUDIES)} (see --list)")
+    if args.runs_per_gpu < 1 or (args.jobs is not None and args.jobs < 1):
+        fail("--jobs and --runs-per-gpu must be at least 1")
+    if not all("=" in option for option in args.sbatch):
+        fail("--sbatch takes name=value, as in --sbatch partition=long account=me")
+    names = args.studies or tuple(STUDIES)
+    runs = {name: select_runs(args, STUDIES[name]) for name in names}
+    if args.dry_run:
+        for name in names:
+            print_commands(args, name, STUDIES[name], runs[name])
+        return 0
+    unfinished = []
+    for name in () if args.plot else names:
+        study = STUDIES[name]
+        report_old_versions(runs[name])
+        if args.launcher == "slurm":
+            unfinished += run_on_slurm(args, runs[name], study.device, name)
+        else:
+            alone = any(run.method.kind == "speed" for run in runs[name])
+            slots = local_slots(dataclasses.replace(args, jobs=1) if alone else args, study.device)
+            unfinished += run_all(runs[name], slots, name)
+        if any(run.finished for run in runs[name]):
+            write_results(args.results_dir / f"{name}.csv", name, study, runs[name])
+    show(args, names)
+    if unfinished and args.launcher == "local":
+        print(f"failed: {', '.join(unfinished)}", file=sys.stderr)
+    return int(bool(unfinished) and args.launcher == "local")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["no-bonus"]:
+        if len(sys.argv) < 3:
+            fail("usage: python benchmarks/reproduce.py no-bonus SCRIPT [flags of the SAC script]")
+        train_without_bonus(*sys.argv[2:])
+    else:
+        sys.exit(main(tyro.cli(Args, description=__doc__)))

@@ -1,0 +1,460 @@
+"""The mathematics of ctec_sac_brax.py against brute force and hand-computed numbers."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_all_changed
+
+import ctec_sac_brax as ctec
+from ctec_sac_brax import Args, Batch, EnvState, Pairs, Replay
+
+ARGS = Args(env="point_u_maze", num_envs=3, batch_size=512, replay_size=40, agent_width=8, encoder_width=8,
+            representation_size=4)  # fmt: skip
+ENV = ctec.make_env("point_u_maze")
+collect = jax.jit(ctec.collect, static_argnums=(0, 1))
+update = jax.jit(ctec.update, static_argnums=(0, 1))
+update_sac = jax.jit(ctec.update_sac, static_argnums=(0, 1))
+contrastive_loss = jax.jit(ctec.contrastive_loss, static_argnums=1)
+
+
+@pytest.fixture(scope="module")
+def start():
+    """The state that a run of ARGS starts from."""
+    return ctec.init_state(ARGS, ENV)
+
+
+# ------------------------------------------------------------------------------------------ replay and futures
+def filled_replay(steps, capacity=40, envs=3, unroll=7, seed=0):
+    """A ring after `steps` steps, and the whole history of its two flags. An observation is (time, env, trajectory) and
+    an action the time, so that every gathered row says where it comes from."""
+    rng = np.random.default_rng(seed)
+    done = rng.random((steps, envs)) < 0.15
+    terminated = done & (rng.random((steps, envs)) < 0.5)
+    truncated = done & ~terminated
+    trajectory = np.cumsum(np.vstack([np.zeros((1, envs)), done[:-1]]), axis=0)
+    time, env = np.indices((steps, envs))
+    obs = np.stack([time, env, trajectory], axis=-1).astype(np.float32)
+    history = (obs, obs[..., :1], terminated, truncated)
+    replay = Replay(*(jnp.zeros((capacity, *x.shape[1:]), x.dtype) for x in history), jnp.int32(0))
+    for i in range(0, steps, unroll):
+        replay = ctec.replay_insert(replay, *(jnp.asarray(x[i : i + unroll]) for x in history))
+    return replay, terminated, truncated
+
+
+@pytest.mark.parametrize("steps", [21, 40, 42, 98, 126])  # not full, just full, and wrapped at several places
+def test_batches_and_futures_agree_with_a_search_through_the_whole_history(steps):
+    replay, terminated, truncated = filled_replay(steps)
+    replay = ctec.index_trajectories(replay)
+    batch = ctec.sample_batch(jax.random.PRNGKey(1), ARGS, replay)
+    pairs = ctec.sample_futures(jax.random.PRNGKey(2), ARGS, ENV, replay, batch)
+    np.testing.assert_array_equal(pairs.anchor, np.hstack([batch.obs, batch.action]))
+    np.testing.assert_array_equal(pairs.weight, batch.has_next)
+
+    t, n, trajectory = np.asarray(batch.obs, int).T
+    oldest = max(0, steps - 40)
+    assert set(t) == set(range(oldest, steps - 1))  # all that is stored but the newest, nothing that was overwritten
+    assert set(n) == {0, 1, 2}
+    np.testing.assert_array_equal(batch.time, t)
+    np.testing.assert_array_equal(batch.env, n)
+    np.testing.assert_array_equal(batch.action[:, 0], t)
+    np.testing.assert_array_equal(batch.terminated, terminated[t, n])
+    np.testing.assert_array_equal(batch.truncated, truncated[t, n])
+
+    done = terminated | truncated
+    future_t, future_n, future_trajectory = np.asarray(pairs.positive, int).T
+    np.testing.assert_array_equal(future_n, n)
+    np.testing.assert_array_equal(future_trajectory, trajectory)
+    for i in range(len(t)):
+        last = t[i]
+        while last < steps - 1 and not done[last, n[i]]:
+            last += 1
+        assert replay.ends[t[i] - (steps - 40), n[i]] == last
+        assert pairs.weight[i] == (last > t[i])
+        if last > t[i]:
+            assert t[i] < future_t[i] <= last
+            assert tuple(np.asarray(batch.next_obs[i], int)) == (t[i] + 1, n[i], trajectory[i])
+        else:
+            assert future_t[i] == t[i]
+
+
+def test_futures_reach_the_last_stored_step():
+    """One environment, one unfinished trajectory: the newest step is a future too, and each offset is drawn."""
+    args = dataclasses.replace(ARGS, num_envs=1, batch_size=4096, gamma_cl=0.9)
+    replay, _, _ = filled_replay(14, envs=1, seed=3)
+    replay = ctec.index_trajectories(
+        replay.replace(terminated=replay.terminated & False, truncated=replay.truncated & False)
+    )
+    batch = ctec.sample_batch(jax.random.PRNGKey(0), args, replay)
+    future = ctec.sample_futures(jax.random.PRNGKey(1), args, ENV, replay, batch).positive[:, 0]
+    pairs = set(zip(np.asarray(batch.time).tolist(), np.asarray(future, int).tolist()))
+    assert pairs == {(t, later) for t in range(13) for later in range(t + 1, 14)}
+
+
+def test_goal_futures_show_psi_the_position_only():
+    args = dataclasses.replace(ARGS, future_state="goal")
+    replay = ctec.index_trajectories(filled_replay(42)[0])
+    batch = ctec.sample_batch(jax.random.PRNGKey(1), args, replay)
+    full = ctec.sample_futures(jax.random.PRNGKey(2), ARGS, ENV, replay, batch)
+    goal = ctec.sample_futures(jax.random.PRNGKey(2), args, ENV, replay, batch)
+    np.testing.assert_array_equal(goal.positive, full.positive[:, :2])
+    np.testing.assert_array_equal(goal.anchor, full.anchor)
+    params = jax.eval_shape(lambda: ctec.init_state(args, ENV)).model.params
+    assert params["psi"]["params"]["Dense_0"]["kernel"].shape == (2, 8)
+    assert params["phi"]["params"]["Dense_0"]["kernel"].shape == (4 + 2, 8)
+
+
+@pytest.mark.parametrize("gamma,left", [(0.99, 1), (0.99, 500), (0.9, 7), (0.3, 20), (0.1, 3)])
+def test_offsets_are_truncated_geometric(gamma, left):
+    draws = np.asarray(ctec.truncated_geometric(jax.random.PRNGKey(0), jnp.full(200_000, left), gamma))
+    assert draws.min() >= 1 and draws.max() <= left
+    expected = gamma ** np.arange(left) * (1 - gamma) / (1 - gamma**left)
+    frequency = np.bincount(draws, minlength=left + 1)[1:] / len(draws)
+    np.testing.assert_allclose(frequency, expected, atol=0.004)
+    np.testing.assert_allclose(np.cumsum(frequency), np.cumsum(expected), atol=0.005)
+
+
+def test_nothing_left_gives_offset_zero_and_gamma_may_be_traced():
+    draw = jax.jit(lambda gamma: ctec.truncated_geometric(jax.random.PRNGKey(0), jnp.array([0, 0, 5]), gamma))
+    offsets = draw(0.9)
+    assert list(offsets[:2]) == [0, 0] and 1 <= offsets[2] <= 5
+    assert draw(0.01)[2] == 1
+
+
+# ------------------------------------------------------------------------------------------- the encoders' loss
+def test_l1_similarity_and_its_gradient():
+    key_phi, key_psi, key_weight = jax.random.split(jax.random.PRNGKey(0), 3)
+    phi = jax.random.normal(key_phi, (5, 4))
+    psi = jax.random.normal(key_psi, (7, 4))
+    weight = jax.random.normal(key_weight, (5, 7))
+    plain = lambda phi, psi: -jnp.sum(jnp.abs(phi[:, None] - psi[None]), axis=-1)
+    np.testing.assert_allclose(ctec.l1_similarity(phi, psi), plain(phi, psi), atol=1e-6)
+    ours = jax.grad(lambda *x: jnp.sum(weight * ctec.l1_similarity(*x)), (0, 1))(phi, psi)
+    theirs = jax.grad(lambda *x: jnp.sum(weight * plain(*x)), (0, 1))(phi, psi)
+    for a, b in zip(ours, theirs):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_l1_similarity_never_holds_all_differences():
+    shape = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    grad = jax.jit(jax.grad(lambda phi, psi: jnp.sum(ctec.l1_similarity(phi, psi) ** 2), (0, 1)))
+    assert grad.lower(shape, shape).compile().memory_analysis().temp_size_in_bytes < 4 * 512 * 512 * 64 / 8
+
+
+def test_infonce_by_hand():
+    logits = jnp.log(jnp.array([[1.0, 3.0], [2.0, 6.0]]))
+    lse = np.log([4.0, 8.0])  # rows: -log(1/4), -log(6/8)
+    losses = np.array([np.log(4.0), np.log(8.0 / 6.0)]) + 0.1 * lse**2
+    assert math.isclose(ctec.infonce(logits, jnp.ones(2), 0.1), losses.mean(), rel_tol=1e-5)
+    assert math.isclose(ctec.infonce(logits, jnp.array([0.0, 1.0]), 0.1), losses[1], rel_tol=1e-5)
+    assert ctec.infonce(logits, jnp.zeros(2), 0.1) == 0.0
+
+
+def random_pairs(weight):
+    key_anchor, key_positive = jax.random.split(jax.random.PRNGKey(9))
+    rows = len(weight)
+    return Pairs(
+        jax.random.normal(key_anchor, (rows, 6)), jax.random.normal(key_positive, (rows, 4)), jnp.array(weight)
+    )
+
+
+def numpy_encode(params, x):
+    """The encoder again: two hidden relu layers, a linear one, then unit length."""
+    x = np.asarray(x)
+    for i in range(3):
+        layer = params["params"][f"Dense_{i}"]
+        x = x @ np.asarray(layer["kernel"]) + np.asarray(layer["bias"])
+        x = np.maximum(x, 0) if i < 2 else x
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def test_loss_and_reward_against_numpy(start):
+    """Five rows with a future and one without, and a temperature of 2, which is in the loss and not in the reward."""
+    pairs = random_pairs([1.0, 1, 1, 1, 1, 0])
+    params = start.model.params | {"log_tau": jnp.log(2.0)}
+    phi = numpy_encode(params["phi"], pairs.anchor)
+    psi = numpy_encode(params["psi"], pairs.positive)
+    distance = np.abs(phi[:, None] - psi[None]).sum(axis=-1)
+    np.testing.assert_allclose(ctec.encode(params["phi"], ARGS, pairs.anchor), phi, atol=1e-5)
+    np.testing.assert_allclose(ctec.encode(params["psi"], ARGS, pairs.positive), psi, atol=1e-5)
+
+    reward = ctec.intrinsic_reward(params, ARGS, pairs)
+    np.testing.assert_allclose(reward[:5], np.diag(distance)[:5], rtol=1e-4)
+    assert reward[5] == 0.0
+
+    loss, metrics = contrastive_loss(params, ARGS, pairs)
+    logits = -distance / 2.0
+    lse = np.log(np.exp(logits).sum(axis=1))
+    expected = {
+        "contrastive_loss": (lse - np.diag(logits) + 0.1 * lse**2)[:5].mean(),
+        "accuracy": (logits.argmax(axis=1) == np.arange(6))[:5].mean(),
+        "logits_positive": np.diag(logits)[:5].mean(),
+        "logits_negative": logits[~np.eye(6, dtype=bool)].mean(),
+        "logsumexp": lse[:5].mean(),
+        "tau": 2.0,
+        "phi_variance": phi.var(axis=0).mean(),
+        "psi_variance": psi.var(axis=0).mean(),
+    }
+    assert loss == metrics["contrastive_loss"] and set(metrics) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
+
+
+def test_the_row_without_a_future_is_still_a_negative(start):
+    pairs = random_pairs([1.0, 1, 1, 1, 1, 0])
+    loss = lambda pairs: contrastive_loss(start.model.params, ARGS, pairs)[0]
+    grad = jax.grad(loss)(pairs)
+    assert np.abs(grad.positive[5]).max() > 0
+    assert np.abs(grad.anchor[5]).max() == 0
+    assert np.abs(grad.anchor[4]).max() > 0
+
+
+def test_gradient_update_by_hand():
+    """Plain gradient descent on |w x - 1|^2 at w = 2, x = 3: w - 0.1 * 2 * 3 * (6 - 1)."""
+    loss_fn = lambda w, args, x: ((w * x - 1.0) ** 2, {"seen": args})
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    model, aux = ctec.gradient_update(loss_fn, ctec.init_model(optimizer, jnp.array(2.0)), optimizer, "args", 3.0)
+    np.testing.assert_allclose(model.params, -1.0, rtol=1e-6)
+    np.testing.assert_allclose(jax.tree.leaves(model.opt_state), [30.0], rtol=1e-6)
+    assert aux == {"seen": "args"}
+
+
+# --------------------------------------------------------------------------------------------------------- SAC
+def random_batch(rows):
+    key_obs, key_action, key_next = jax.random.split(jax.random.PRNGKey(0), 3)
+    return Batch(
+        obs=jax.random.normal(key_obs, (rows, 4)),
+        action=jax.random.normal(key_action, (rows, 2)),
+        next_obs=jax.random.normal(key_next, (rows, 4)),
+        terminated=jnp.zeros(rows),
+        truncated=jnp.zeros(rows),
+        time=jnp.zeros(rows, int),
+        env=jnp.zeros(rows, int),
+    )
+
+
+def test_tanh_gaussian_log_probability(start):
+    obs = jnp.full((1, 4), 0.3)
+    sample = jax.vmap(lambda key: ctec.sample_action(start.agent.actor.params, ARGS, key, obs, 2))
+    action, log_prob = sample(jax.random.split(jax.random.PRNGKey(0), 50_000))
+    assert np.abs(action).max() <= 1.0
+    # the mean of 1 / density over the draws is the volume of the action square
+    assert abs(float(jnp.mean(jnp.exp(-log_prob))) - 4.0) < 0.15
+
+
+def test_critic_target_by_hand(start):
+    batch = random_batch(3).replace(terminated=jnp.array([0.0, 1, 0]), truncated=jnp.array([0.0, 0, 1]))
+    np.testing.assert_array_equal(batch.has_next, [1, 0, 0])
+    critic = start.agent.critic.params
+    loss, metrics = ctec.critic_loss(critic, ARGS, batch, jnp.array([1.0, 2, 3]), jnp.array([10.0, 20, 30]))
+    q = np.asarray(ctec.q_values(critic, ARGS, batch.obs, batch.action))
+    assert q.shape == (2, 3) and not np.allclose(q[0], q[1])  # two critics, with different weights
+    target = np.array([1 + 0.99 * 10, 2.0])  # the terminal step does not bootstrap, the truncated one is masked
+    np.testing.assert_allclose(loss, ((q[:, :2] - target) ** 2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["q_target"], target.mean(), rtol=1e-6)
+
+
+def test_actor_and_alpha_losses_by_hand(start):
+    batch = random_batch(4)
+    key = jax.random.PRNGKey(3)
+    agent = start.agent
+    loss, (log_prob, _) = ctec.actor_loss(agent.actor.params, ARGS, batch, agent.critic.params, 0.5, key)
+    action, expected_log_prob = ctec.sample_action(agent.actor.params, ARGS, key, batch.obs, 2)
+    q = np.asarray(ctec.q_values(agent.critic.params, ARGS, batch.obs, action)).min(axis=0)
+    np.testing.assert_allclose(log_prob, expected_log_prob, rtol=1e-6)
+    np.testing.assert_allclose(loss, np.mean(0.5 * np.asarray(log_prob) - q), rtol=1e-5)
+    alpha = lambda log_alpha: ctec.alpha_loss(log_alpha, ARGS, jnp.array([1.0, 3.0]), -1.0)[0]
+    np.testing.assert_allclose(alpha(jnp.log(2.0)), 2 * (-2 + 1), rtol=1e-6)
+    assert jax.grad(alpha)(0.0) < 0  # less entropy than the target: alpha must grow
+
+
+def test_sac_target_takes_the_smaller_target_critic_and_the_entropy(start):
+    """update_sac's critic step equals one that is put together by hand."""
+    key = jax.random.PRNGKey(3)
+    agent = start.agent.replace(
+        target_critic=jax.tree.map(lambda x: x + 0.1, start.agent.critic.params),
+        log_alpha=start.agent.log_alpha.replace(params=jnp.log(0.3)),
+    )
+    batch = random_batch(8)
+    reward = jnp.arange(8.0)
+    after, metrics = update_sac(ARGS, ENV, agent, batch, reward, key)
+    action, log_prob = ctec.sample_action(agent.actor.params, ARGS, jax.random.split(key)[0], batch.next_obs, 2)
+    q = ctec.q_values(agent.target_critic, ARGS, batch.next_obs, action)
+    assert (q[0] < q[1]).any() and (q[0] > q[1]).any()
+    target = reward + 0.99 * (jnp.minimum(q[0], q[1]) - 0.3 * log_prob)
+    error = ctec.q_values(agent.critic.params, ARGS, batch.obs, batch.action) - target
+    np.testing.assert_allclose(metrics["q_target"], target.mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["critic_loss"], jnp.mean(error**2), rtol=1e-5)
+    # 8 samples with an entropy above -0.5 * 2: alpha must fall
+    assert metrics["entropy"] > -1.0 and after.log_alpha.params < agent.log_alpha.params
+
+
+# -------------------------------------------------------------------------------------------------- one update
+def test_update_uses_the_reward_from_before_the_encoders_step(start):
+    args = dataclasses.replace(ARGS, batch_size=16)
+    obs = jax.random.normal(jax.random.PRNGKey(5), start.replay.obs.shape)
+    done = jax.random.uniform(jax.random.PRNGKey(6), start.replay.terminated.shape)
+    replay = start.replay.replace(obs=obs, terminated=done < 0.1, truncated=done > 0.9, time=jnp.int32(30))
+    replay = ctec.index_trajectories(replay)
+    key = jax.random.PRNGKey(7)
+    (agent, model), metrics = update(args, ENV, replay, start.agent, start.model, key)
+
+    key_batch, key_future, key_sac = jax.random.split(key, 3)
+    batch = ctec.sample_batch(key_batch, args, replay)
+    alive = np.asarray(batch.has_next) > 0
+    assert 0 < alive.sum() < 16
+    pairs = ctec.sample_futures(key_future, args, ENV, replay, batch)
+    reward = ctec.intrinsic_reward(start.model.params, args, pairs)
+    later = ctec.intrinsic_reward(model.params, args, pairs)
+    assert abs(later.mean() / reward.mean() - 1) > 1e-4  # the step did change it
+    expected = update_sac(args, ENV, start.agent, batch, reward, key_sac)[1]
+    expected |= contrastive_loss(start.model.params, args, pairs)[1]
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(metrics["reward_mean"], reward[alive].mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["reward_std"], reward[alive].std(), rtol=1e-4)
+
+    assert_all_changed(start.model.params, model.params)
+    for name in ("actor", "critic", "log_alpha"):
+        assert_all_changed(getattr(start.agent, name).params, getattr(agent, name).params)
+    follow = lambda target, critic: 0.995 * target + 0.005 * critic
+    target_critic = jax.tree.map(follow, start.agent.target_critic, agent.critic.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), agent.target_critic, target_critic)
+
+
+# -------------------------------------------------------------------------------------- coverage and collecting
+def test_coverage_bins():
+    env = ctec.make_env("point_hardest_maze")
+    assert env.grid_shape == (72, 96)
+    assert {name: ctec.make_env(f"point_{name}_maze").free_bins for name in ctec.MAZES} == {
+        "u": 448,
+        "large": 1664,
+        "hardest": 2944,
+    }
+    places = [(-2, -2), (-1.51, -2), (-1.5, -2), (-2, -1.5), (33.99, 45.99), (34, 0), (-2.01, 0), (jnp.nan, 0)]
+    outside = 72 * 96
+    expected = [0, 0, 96, 1, outside - 1, outside, outside, outside]
+    assert list(ctec.bin_index(env, jnp.array(places, jnp.float32))) == expected
+
+
+def test_visits_outside_the_grid_are_counted_and_mark_nothing():
+    coverage = ctec.Coverage(jnp.array([False, True, False, False]), jnp.int32(5))
+    coverage = ctec.mark_visited(coverage, jnp.array([[0, 4], [3, 4]]))
+    assert coverage.visited.tolist() == [True, True, False, True]
+    assert ctec.coverage_metrics(coverage) == {"coverage": 3, "outside": 7}
+
+
+def test_collect_counts_every_step_before_the_reset_and_resets_nothing_else(start):
+    """Short episodes: what is stored must be a path of the true dynamics, and coverage must have each place on it."""
+    args = dataclasses.replace(ARGS, unroll_length=30, episode_length=12)
+    state, frames = collect(args, ENV, start, jax.random.PRNGKey(0))
+    obs = np.asarray(state.replay.obs[:30])
+    action = np.asarray(state.replay.action[:30])
+    truncated = np.asarray(state.replay.truncated[:30])
+    assert truncated.sum() == 6 and truncated[11].all() and truncated[23].all()
+    assert not state.replay.terminated.any()
+    assert state.episode_step.tolist() == [6] * 3
+
+    step = jax.jit(jax.vmap(jax.vmap(lambda obs, action: ENV.step(EnvState(obs, obs, False), action).obs)))
+    after = np.asarray(step(obs, action))
+    goes_on = ~truncated[:-1]
+    np.testing.assert_allclose(obs[1:][goes_on], after[:-1][goes_on], atol=1e-6)
+    assert np.abs(obs[12, :, :2] - ENV.start).max() <= 0.1
+    assert np.abs(obs[12] - obs[0]).max(axis=-1).min() > 1e-4  # new starts
+
+    bins = np.floor((after[..., :2] - ENV.low) / 0.5).astype(int)
+    expected = np.zeros(ENV.grid_shape, bool)
+    expected[bins[..., 0], bins[..., 1]] = True
+    np.testing.assert_array_equal(np.asarray(state.coverage.visited).reshape(ENV.grid_shape), expected)
+    assert state.coverage.outside == 0
+    assert frames.shape == (30, 3, 2)
+
+    counts = np.unique(np.floor((obs[..., :2].reshape(-1, 2) - ENV.low) / 0.5), axis=0, return_counts=True)[1]
+    p = counts / counts.sum()
+    np.testing.assert_allclose(ctec.replay_entropy(ENV, state.replay), -(p * np.log(p)).sum(), rtol=1e-4)
+
+
+class Walker:
+    """Walks 0.4 m to the right each step, and dies beyond x = 1."""
+
+    state_size = 2
+    action_size = 1
+    position_size = 2
+    grid_shape = (3, 2)
+    low = np.array([0.0, 0.0])
+    high = np.array([1.5, 1.0])
+
+    def reset(self, key):
+        place = jnp.stack([0.1 + 0.01 * jax.random.uniform(key), 0.25])
+        return EnvState(place, place, jnp.zeros((), bool))
+
+    def step(self, state, action):
+        place = state.physics + jnp.array([0.4, 0.0])
+        return EnvState(place, place, place[0] > 1.0)
+
+    def frame(self, physics):
+        return physics[:1]
+
+
+def test_collect_keeps_the_last_place_and_never_the_reset():
+    """Two walkers; the physics of the second blows up in its first step."""
+    env = Walker()
+    args = dataclasses.replace(ARGS, num_envs=2, unroll_length=5, episode_length=100)
+    state = ctec.init_state(args, env)
+    broken = state.env.replace(physics=state.env.physics.at[1, 1].set(jnp.nan))
+    state, _ = collect(args, env, state.replace(env=broken), jax.random.PRNGKey(0))
+    terminated = np.asarray(state.replay.terminated[:5])
+    assert terminated[:, 0].tolist() == [False, False, True, False, False]  # 0.5, 0.9, 1.3: dead
+    assert terminated[:, 1].tolist() == [True, False, False, True, False]
+    assert not state.replay.truncated.any()
+    visited = np.asarray(state.coverage.visited).reshape(env.grid_shape)
+    assert visited[:, 0].tolist() == [False, True, True]  # 1.3, before the reset; never the start
+    assert not visited[:, 1].any()
+    assert state.coverage.outside == 1  # the broken one
+    assert np.isfinite(state.replay.obs).all()
+    ends = np.asarray(ctec.index_trajectories(state.replay).ends)[-5:]
+    assert ends[:, 0].tolist() == [2, 2, 2, 4, 4]
+    assert ends[:, 1].tolist() == [0, 3, 3, 3, 4]
+
+
+def test_reward_map_is_the_reward_from_one_start_to_the_places_in_the_replay(start):
+    """A replay with two places only: two bins have the reward of getting there, the others have none."""
+    places = jnp.array([[4.0, 4.0, 0.1, 0.0], [8.0, 4.0, 0.0, -0.1]])
+    rows = jnp.arange(40) % 2
+    replay = start.replay.replace(obs=jnp.broadcast_to(places[rows][:, None], (40, 3, 4)), time=jnp.int32(40))
+    values = np.asarray(ctec.reward_map(ARGS, ENV, start.replace(replay=replay)))
+    anchor = jnp.concatenate([ENV.reset(jax.random.PRNGKey(ARGS.seed)).obs, jnp.zeros(2)])
+    pairs = Pairs(jnp.stack([anchor, anchor]), places, jnp.ones(2))
+    expected = np.full(ENV.grid_shape, np.nan)
+    expected[12, 12], expected[20, 12] = ctec.intrinsic_reward(start.model.params, ARGS, pairs)
+    np.testing.assert_allclose(values, expected, rtol=1e-3)  # a float32 sum of 2^15 rewards
+
+
+def test_point_maze_physics():
+    at = lambda *x: EnvState(jnp.array(x, jnp.float32), jnp.array(x, jnp.float32), False)
+    free = ENV.step(at(4.0, 4.0, 0.1, -0.2), jnp.array([1.0, 0.5])).physics
+    np.testing.assert_allclose(free, [4.14, 3.845, 0.14, -0.155], atol=1e-6)
+    wall = ENV.step(at(4.0, 2.5, 0.1, -0.3), jnp.zeros(2)).physics  # the wall's face is at y = 2, the disc has 0.4
+    np.testing.assert_allclose(wall, [4.09, 2.5, 0.09, 0.0], atol=1e-6)
+    corner = ENV.step(at(5.58, 4.5, 0.0, 0.0), jnp.ones(2)).physics  # the wall to the right starts at x = 6
+    np.testing.assert_allclose(corner, [5.58, 4.55, 0.0, 0.05], atol=1e-6)
+    clipped = ENV.step(at(4, 4, 0, 0), jnp.array([9.0, 0])).physics
+    np.testing.assert_allclose(clipped[2], 0.05, atol=1e-7)
+
+
+def test_the_point_is_never_inside_a_wall():
+    def walk(key):
+        def step(state, action):
+            state = ENV.step(state, action)
+            return state, state.obs[:2]
+
+        actions = jax.random.uniform(key, (2000, 2), minval=-3, maxval=3)
+        return jax.lax.scan(step, ENV.reset(key), actions)[1]
+
+    places = np.asarray(jax.jit(jax.vmap(walk))(jax.random.split(jax.random.PRNGKey(0), 8))).reshape(-1, 2)
+    gap = np.abs(places[:, None] - ENV.walls[None]) - ENV.cell / 2
+    assert np.linalg.norm(np.maximum(gap, 0), axis=-1).min() > 0.4 - 1e-4

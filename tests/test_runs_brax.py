@@ -1,0 +1,455 @@
+"""Whole runs on the point maze: what they leave, how they stop, resume and fail."""
+
+import base64
+import csv
+import dataclasses
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    SMALL_SAC,
+    assert_all_changed,
+    assert_one_line,
+    checkpoint,
+    failure,
+    flags,
+    refusal,
+    rows,
+    run,
+    run_and_kill,
+)
+from tqdm import tqdm
+
+import ctec_sac_brax as ctec
+
+SMALL = SMALL_SAC | dict(total_timesteps=8 * 16 * 12, encoder_width=16, representation_size=8)
+TEMPLATE = jax.eval_shape(lambda: ctec.init_state(ctec.Args(**SMALL), ctec.make_env("point_u_maze")))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One run that nobody disturbs."""
+    maps = ctec.reward_map._cache_size()
+    end = ctec.main(ctec.Args(run_dir=str(tmp_path_factory.mktemp("runs")), **SMALL))
+    assert ctec.reward_map._cache_size() == maps + 1  # compiled once in a run
+    return end
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A copy of it, to resume or to spoil."""
+    return Path(shutil.copytree(finished["folder"], tmp_path / "run"))
+
+
+# ------------------------------------------------------------------------------------------- what a run leaves
+def test_what_a_run_leaves(finished):
+    folder = Path(finished["folder"])
+    pictures = {"coverage.png", "reward_map.png", "rollout.png"}
+    data = {"args.json", "metrics.csv", "checkpoint.npz", "coverage.npz", "reward_map.npz"}
+    assert {path.name for path in folder.iterdir()} == pictures | data
+    assert folder.name.startswith("point_u_maze__ctec_sac_brax__1__")
+    assert json.loads((folder / "args.json").read_text())["num_envs"] == 8
+    with np.load(folder / "coverage.npz") as coverage:
+        assert coverage["visited"].sum() == finished["coverage"] > 0
+    with np.load(folder / "reward_map.npz") as maps:
+        assert len(maps.files) == 5 and all(np.isfinite(maps[at]).any() for at in maps.files)
+    for picture in pictures:
+        assert (folder / picture).stat().st_size > 5000
+
+
+def test_metrics_have_a_row_an_iteration_and_values_from_the_first_update_on(finished):
+    table = rows(finished["folder"])
+    assert [int(row["iteration"]) for row in table] == list(range(1, 13))
+    assert int(table[-1]["steps"]) == finished["steps"] == 1536
+    assert float(table[-1]["coverage"]) == finished["coverage"]
+    with open(Path(finished["folder"]) / "metrics.csv", newline="") as file:
+        assert next(csv.reader(file)) == ctec.METRICS
+    without = {"iteration", "steps", "coverage", "outside", "replay_entropy", "parameter_norm"}  # known at once
+    for i, row in enumerate(table, 1):
+        filled = {name for name, value in row.items() if value != ""}
+        assert filled == (set(row) if i >= 3 else without)  # 40 steps are there after the third 16
+        assert all(np.isfinite(float(row[name])) for name in filled)
+
+
+def test_every_parameter_changes_and_no_type_does(finished):
+    """The state after an iteration has the types of the one before, weak types too, so that nothing compiles twice."""
+    args = ctec.Args(**SMALL)
+    env = ctec.make_env(args.env)
+    start = ctec.init_state(args, env)
+    end = ctec.load_checkpoint(Path(finished["folder"]) / "checkpoint.npz", TEMPLATE)
+    assert end.iteration == 12 and np.any(end.key != start.key)
+    assert_all_changed(start.model.params, end.model.params)
+    assert_all_changed(start.agent.target_critic, end.agent.target_critic)
+    for name in ("actor", "critic", "log_alpha"):
+        assert_all_changed(getattr(start.agent, name).params, getattr(end.agent, name).params)
+
+    types = lambda tree: jax.tree.map(lambda x: (x.shape, str(x.dtype), x.weak_type), tree)
+    after = jax.eval_shape(lambda state: ctec.train_iteration(args, env, state), TEMPLATE)[0]
+    assert types(after) == types(TEMPLATE) == types(end)
+    step_bytes = ctec.nbytes(start.replay) / (args.replay_size * args.num_envs)
+    assert step_bytes <= 4 * (env.state_size + env.action_size + 3)
+
+
+def test_a_robot_leaves_a_page_for_the_viewer(tmp_path):
+    """rollout.html holds the poses of the last steps, and coverage.png the projection of a 3-D grid."""
+    args = ctec.Args(env="humanoid_u_maze", episode_length=3)
+    env = ctec.make_env("humanoid_u_maze")
+    first = jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.PRNGKey(0), 2))
+    frames = [jax.tree.map(lambda x, i=i: np.asarray(x)[None] + i, env.frame(first.physics)) for i in range(4)]
+    ctec.save_coverage(args, env, tmp_path, np.arange(np.prod(env.grid_shape)) % 3 == 0, 8, frames)
+    page = (tmp_path / "rollout.html").read_text()
+    system = json.loads(zlib.decompress(base64.b64decode(re.search(r"[A-Za-z0-9+/=]{1000,}", page).group())))
+    poses = np.array([x["pos"] for x in system["states"]["x"]])
+    assert poses.shape == (3, 12, 3)
+    np.testing.assert_allclose(poses[:, 0, 0], env.start[0] + np.arange(1, 4), rtol=1e-6)
+    assert len(system["geoms"]["world"]) == 19  # the floor and 18 walls
+    assert {path.name for path in tmp_path.iterdir()} == {"coverage.png", "coverage.npz", "rollout.html"}
+
+
+def test_track_writes_an_offline_wandb_run(tmp_path):
+    done = run(ctec, *flags(SMALL, run_dir=tmp_path, total_timesteps=8 * 16 * 4), "--track")
+    assert done.returncode == 0, done.stderr
+    assert list(next(tmp_path.iterdir()).glob("wandb/offline-run-*/*.wandb"))
+
+
+# ------------------------------------------------------------------------------------------- stopped and resumed
+def test_killed_and_resumed_is_the_same_run(finished, tmp_path):
+    """kill -9, then --resume: parameters, optimisers, replay, grid and keys end bit for bit as if nothing had been."""
+    folder = run_and_kill(ctec, flags(SMALL, run_dir=tmp_path, checkpoint_minutes=0), tmp_path)
+    assert len(rows(folder)) < 12, "it was over before the kill"
+    done = run(ctec, "--resume", folder)
+    assert done.returncode == 0, done.stderr
+    assert rows(folder) == rows(finished["folder"])
+    assert checkpoint(folder) == checkpoint(finished["folder"])
+    for name in ("coverage.npz", "reward_map.npz"):
+        with np.load(folder / name) as ours, np.load(Path(finished["folder"]) / name) as theirs:
+            assert ours.files == theirs.files
+            for key in ours.files:
+                np.testing.assert_array_equal(ours[key], theirs[key])
+
+
+def test_sigterm_saves_and_tells_how_to_go_on(finished, tmp_path):
+    command = [sys.executable, ctec.__file__, *flags(SMALL, run_dir=tmp_path, total_timesteps=10**7)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not any(len(path.read_text().splitlines()) > 5 for path in tmp_path.glob("*/metrics.csv")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=60)[1]
+    folder = next(tmp_path.iterdir())
+    assert process.returncode == 128 + 15
+    assert errors == f"error: stopped by SIGTERM; go on with: python ctec_sac_brax.py --resume {folder}\n"
+    state = ctec.load_checkpoint(folder / "checkpoint.npz", TEMPLATE)
+    assert state.iteration == len(rows(folder))
+
+
+@flax.struct.dataclass
+class Counter:
+    """Stands for the state of a run where only the loop around it is tested."""
+
+    iteration: jax.Array
+
+
+def count(state):
+    return state.replace(iteration=state.iteration + 1), {"coverage": state.iteration}, None
+
+
+def counting(folder, **changes):
+    """The loop of a small run, around a counter."""
+    ctec.write_metrics(folder / "metrics.csv", [])
+    return ctec.iterations(ctec.Args(**SMALL | changes), folder, Counter(jnp.int32(0)), 0.0, count)
+
+
+def saved_count(folder):
+    return int(ctec.load_checkpoint(folder / "checkpoint.npz", Counter(jnp.int32(0))).iteration)
+
+
+def test_ctrl_c_ends_the_iteration_first(tmp_path, capsys):
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as stop:
+        for state, _, _ in counting(tmp_path):
+            if state.iteration == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+    assert stop.value.code == 130
+    assert_one_line(capsys.readouterr().err, "stopped by SIGINT", f"--resume {tmp_path}")
+    assert saved_count(tmp_path) == len(rows(tmp_path)) == 4
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_resuming_drops_the_rows_after_the_checkpoint(copied):
+    """A kill may come between a row and its checkpoint, or in the middle of a row."""
+    with open(copied / "metrics.csv", "a") as file:
+        file.write("13,1664,9.9,99.9,1,0\n14,17")
+    assert [int(row["iteration"]) for row in ctec.read_metrics(copied / "metrics.csv", 12)] == list(range(1, 13))
+    assert len(ctec.read_metrics(copied / "metrics.csv", 7)) == 7
+
+
+def test_another_header_is_not_overwritten(copied, capsys):
+    text = (copied / "metrics.csv").read_text().replace("accuracy", "precision")
+    (copied / "metrics.csv").write_text(text)
+    code, message = refusal(capsys, ctec, ["--resume", copied, "--total-timesteps", 10**4])
+    assert code == 2
+    assert_one_line(message, "another version")
+    assert (copied / "metrics.csv").read_text() == text
+
+
+# -------------------------------------------------------------------------------------- what goes wrong in a run
+def test_nan_stops_the_run_and_keeps_the_checkpoint(copied, monkeypatch, capsys):
+    before = checkpoint(copied)
+    real = ctec.infonce
+    monkeypatch.setattr(ctec, "infonce", lambda *inputs: real(*inputs) * np.nan)
+    more = ["--resume", copied, "--total-timesteps", 10**4, "--checkpoint-minutes", 0]
+    code, message = failure(capsys, ctec, more)
+    assert code == 1
+    assert_one_line(message, "iteration 13: contrastive_loss is nan", str(copied))
+    assert checkpoint(copied) == before
+
+
+def test_nan_before_the_first_update_is_no_value_yet():
+    args = ctec.Args(**SMALL)
+    metrics = {"coverage": np.float32(2.0), "tau": np.float32(np.nan)}
+    assert ctec.finite_metrics(args, "", 2, metrics) == {"coverage": 2.0}
+    with pytest.raises(SystemExit):
+        ctec.finite_metrics(args, "", 3, metrics)
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    path = tmp_path / "checkpoint.npz"
+    path.write_bytes(b"good")
+
+    def write(file):
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError):
+        ctec.write_atomically(path, write)
+    assert path.read_bytes() == b"good" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch, capsys):
+    """Neither a full disk nor too little memory, as long as there is another chance."""
+    errors = {
+        2: OSError(28, "No space left on device"),
+        3: MemoryError("no room for it"),
+        12: MemoryError("still none"),
+    }
+    real = ctec.save_checkpoint
+
+    def save(path, state):
+        if int(state.iteration) in errors:
+            raise errors[int(state.iteration)]
+        real(path, state)
+
+    monkeypatch.setattr(ctec, "save_checkpoint", save)
+    seen = []
+    with pytest.raises(MemoryError):  # the last one is told
+        for state, _, _ in counting(tmp_path, checkpoint_minutes=0.0):
+            seen.append(saved_count(tmp_path) if state.iteration > 1 else 0)
+    assert seen == [0, 1, 1, 1, *range(4, 12)]  # what was saved when the next iteration was over
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 2 and "No space left" in warnings[0] and "no room for it" in warnings[1]
+    assert all(warning.startswith("warning: checkpoint not written, the last good one stays") for warning in warnings)
+
+
+def test_a_full_disk_ends_in_one_line_and_keeps_the_checkpoint(copied):
+    """The real thing: no file may become larger than nine tenths of a checkpoint. Everything else is smaller."""
+    before = checkpoint(copied)
+    limit = len(before) * 9 // 10
+    sizes = {path.name: path.stat().st_size for path in copied.iterdir()}
+    assert max(size for name, size in sizes.items() if name != "checkpoint.npz") < limit, sizes
+    limited = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+    limited += "os.execv(sys.executable, sys.argv[1:])"
+    script = [sys.executable, ctec.__file__, "--resume", copied, "--total-timesteps", str(8 * 16 * 13)]
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    command = [sys.executable, "-c", limited, *script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 1
+    assert_one_line(done.stderr, "File too large", "the last good checkpoint, if there was one, is untouched")
+    assert checkpoint(copied) == before
+    assert len(rows(copied)) == 13
+
+
+def spoil(path, **changes):
+    """Write the checkpoint again, with some arrays changed, or left out (None)."""
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files} | changes
+    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+
+
+def test_bad_checkpoints_are_named(copied, capsys):
+    path = copied / "checkpoint.npz"
+    good = path.read_bytes()
+    with np.load(path) as file:
+        obs = file["replay/obs"]
+        alpha = file["agent/log_alpha/params"]
+
+    def assert_refused(words):
+        bad = path.read_bytes() if path.exists() else None
+        code, message = refusal(capsys, ctec, ["--resume", copied, "--total-timesteps", 10**4])
+        assert code == 2
+        assert_one_line(message, f"{path} is no checkpoint of this run", words)
+        assert bad == (path.read_bytes() if path.exists() else None)
+
+    for content, words in (
+        (good[:-100], "zip"),  # truncated
+        (good[: len(good) // 2], "zip"),
+        (b"", "No data left"),
+        (b"\x81\xa1a\x01 garbage", "pickle"),
+    ):
+        path.write_bytes(content)
+        assert_refused(words)
+    # the first array that differs is named, whether in its dtype, its shape or its absence
+    spoils = (
+        ({"replay/obs": obs.astype(np.float64)}, "replay/obs is float64[64, 8, 4], not float32[64, 8, 4]"),
+        ({"replay/obs": obs.view(np.int32)}, "replay/obs is int32[64, 8, 4], not float32[64, 8, 4]"),
+        ({"replay/obs": obs.reshape(8, 64, 4)}, "replay/obs is float32[8, 64, 4], not float32[64, 8, 4]"),
+        ({"agent/log_alpha/params": alpha[None]}, "agent/log_alpha/params is float32[1], not float32[]"),
+        ({"replay/obs": None}, "replay/obs"),
+        ({"replay/obs": np.array([{}], object)}, "allow_pickle=False"),
+    )
+    for changes, words in spoils:
+        path.write_bytes(good)
+        spoil(path, **changes)
+        assert_refused(words)
+    path.write_bytes(good)
+    spoil(path, **{"replay/obs": obs[:1], "agent/log_alpha/params": alpha[None]})
+    assert_refused("replay/obs")
+    path.unlink()
+    assert_refused("No such file")
+
+
+def test_a_checkpoint_of_other_sizes_is_refused(copied, capsys):
+    more = ["--resume", copied, "--total-timesteps", 10**4]
+    code, message = refusal(capsys, ctec, [*more, "--num-envs", 16])
+    assert code == 2
+    assert_one_line(message, "env/physics is float32[8, 4], not float32[16, 4]")
+    args = json.loads((copied / "args.json").read_text())
+    (copied / "args.json").write_text(json.dumps(args | {"encoder_width": 32}))
+    code, message = refusal(capsys, ctec, more)
+    assert code == 2
+    assert_one_line(message, "model/params/phi/params/Dense_0/bias is float32[16], not float32[32]")
+
+
+# -------------------------------------------------------------------------------------------------- bad arguments
+BAD = {
+    "negative size": (["--num-envs", "-4"], "--num-envs -4: it must be above 0"),
+    "zero batch": (["--batch-size", "0"], "--batch-size 0: it must be above 0"),
+    "batch of one": (["--batch-size", "1"], "--batch-size"),
+    "nan": (["--learning-rate", "nan"], "--learning-rate nan: it must be a finite number"),
+    "inf": (["--learning-rate", "inf"], "--learning-rate inf: it must be a finite number"),
+    "gamma of one": (["--gamma-cl", "1.0"], "--gamma-cl 1.0: it must be below 1"),
+    "rate above one": (["--target-rate", "2"], "--target-rate 2.0: it must be at most 1"),
+    "negative penalty": (["--logsumexp-penalty", "-0.1"], "--logsumexp-penalty -0.1: it must be at least 0"),
+    "negative minutes": (["--checkpoint-minutes", "-1"], "--checkpoint-minutes -1.0: it must be at least 0"),
+    "negative seed": (["--seed", "-1"], "--seed -1: it must be at least 0"),
+    "seed of 33 bits": (["--seed", "4294967296"], "--seed 4294967296: it must be below 2^32"),
+    "no gradient step": (["--multiplier", "0.0001"], "--multiplier"),
+    "small replay": (["--replay-size", "500"], "--replay-size"),
+    "missing folder": (["--resume", "runs/nothing"], "runs/nothing"),
+    "no run dir": (["--run-dir", ""], "--run-dir: it must not be empty"),
+    "run dir that cannot be made": (["--run-dir", "/proc/runs"], "--run-dir /proc/runs"),
+    "run dir in a file": (["--run-dir", f"{__file__}/runs"], "Not a directory"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_number_that_makes_no_sense_is_one_line(case, tmp_path, capsys, monkeypatch):
+    arguments, words = BAD[case]
+    monkeypatch.chdir(tmp_path)
+    code, message = refusal(capsys, ctec, ["--env=point_u_maze", "--preset=laptop", *arguments])
+    assert code == 2
+    assert_one_line(message, words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_state_that_does_not_fit_is_refused_before_it_is_allocated(tmp_path, capsys):
+    before = sum(x.nbytes for x in jax.live_arrays())
+    arguments = ["--env=point_u_maze", "--num-envs", "100000000000", "--run-dir", tmp_path]
+    code, message = refusal(capsys, ctec, arguments)
+    assert code == 2
+    assert_one_line(message, "--num-envs 100000000000")
+    needed, there = re.search(r"needs ([\d,.]+) GB, the device \(cpu\) has ([\d,.]+) GB", message).groups()
+    per_env = 10_000 * (4 * 4 + 4 * 2 + 2)  # the replay: state, action and two flags
+    assert float(needed.replace(",", "")) == pytest.approx(1e11 * per_env / 1e9, rel=1e-3)
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert float(there.replace(",", "")) == pytest.approx(installed / 1e9, abs=0.1)
+    assert sum(x.nbytes for x in jax.live_arrays()) - before < 1000
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (["--env", "ant_maze"], ["ant_maze", "--env", *ctec.ENVS]),
+        (["--num-env", "3"], ["--num-env", "--num-envs"]),
+        (["--num-envs", "many"], ["many", "--num-envs"]),
+    ],
+    ids=["unknown env", "unknown flag", "not a number"],
+)
+def test_wrong_flags_get_tyros_message(arguments, words, capsys):
+    code, message = refusal(capsys, ctec, arguments)
+    assert code == 2 and message.count("\n") > 3  # framed
+    for word in [*words, "--help"]:
+        assert word in message
+
+
+def test_what_may_be_zero_and_what_may_be_one():
+    fine = ctec.Args(seed=0, checkpoint_minutes=0.0, logsumexp_penalty=0.0, target_rate=1.0)
+    ctec.check_args(fine)
+    ctec.check_args(dataclasses.replace(fine, seed=2**32 - 1))
+
+
+def test_flags_win_over_the_preset_and_the_preset_over_the_paper():
+    assert ctec.parse_args([]).num_envs == 1024
+    assert ctec.parse_args(["--env=humanoid_u_maze"]).batch_size == 256
+    laptop = ctec.parse_args(["--preset", "laptop", "--env", "humanoid_u_maze", "--seed", "4"])
+    assert laptop.num_envs == ctec.PRESETS["laptop"]["num_envs"] and laptop.seed == 4
+    assert ctec.parse_args(["--preset", "laptop", "--num-envs", "1024"]).num_envs == 1024
+    paper = ctec.Args()
+    assert (paper.gradient_steps, paper.num_iterations, paper.first_update) == (999, 7876, 17)
+    for preset in ctec.PRESETS:
+        ctec.check_args(ctec.parse_args(["--preset", preset]))
+
+
+def test_resuming_keeps_the_arguments_but_for_explicit_flags(copied):
+    args = ctec.parse_args(["--resume", str(copied), "--total-timesteps", "5000"])
+    earlier = ctec.Args(**json.loads((copied / "args.json").read_text()))
+    assert args == dataclasses.replace(earlier, resume=str(copied), total_timesteps=5000)
+    assert args.encoder_width == 16
+
+
+# ------------------------------------------------------------------------------------------------------ progress
+def test_without_a_terminal_progress_is_twenty_lines(capsys):
+    args = ctec.Args(**SMALL | {"total_timesteps": 8 * 16 * 100})
+    for i in range(1, 101):
+        row = {"iteration": i, "coverage": 1234.0, "steps_per_second": 128.0}
+        ctec.show_progress(args, SimpleNamespace(disable=True), row)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 20
+    assert lines[0] == "  5%  coverage 1,234, 128 steps/s, 1.6 min left"
+    assert lines[-1] == "100%  coverage 1,234, 128 steps/s, 0 s left"
+
+
+def test_on_a_terminal_progress_is_a_bar():
+    args = ctec.Args(**SMALL)
+    terminal = io.StringIO()
+    bar = tqdm(total=12, file=terminal, mininterval=0, disable=False)
+    for i in range(1, 13):
+        ctec.show_progress(args, bar, {"iteration": i, "coverage": 10 * i, "steps_per_second": 128.0})
+    bar.close()
+    assert bar.n == 12 and "coverage 120, 128 steps/s" in terminal.getvalue()
