@@ -36,10 +36,11 @@ def run(script, *arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=600, **options)
 
 
-def run_and_kill(script, arguments, run_dir):
-    """Start a script, kill -9 it at a random moment after its first checkpoint, and return the run's folder."""
+def run_and_kill(script, arguments, run_dir, after=0):
+    """Start a script, kill -9 it at a random moment after so many iterations and a checkpoint, and return the run's
+    folder."""
     process = subprocess.Popen([sys.executable, script.__file__, *arguments], stdout=subprocess.DEVNULL)
-    while not list(run_dir.glob("*/checkpoint.npz")):
+    while not any(len(rows(path.parent)) > after for path in run_dir.glob("*/checkpoint.npz")):
         assert process.poll() is None
         time.sleep(0.005)
     time.sleep(random.Random(0).uniform(0, 0.03))
@@ -67,13 +68,13 @@ def failure(capsys, script, arguments):
 
 
 def refusal(capsys, script, arguments):
-    """The same, before anything is compiled: a bad argument that slips through must not start a long run."""
+    """The same, before anything is written: a bad argument that slips through must not start a long run."""
 
-    def compile_iteration(*_):
+    def write_atomically(*_):
         raise AssertionError(f"{script.__name__} took {arguments} and began")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "compile_iteration", compile_iteration)
+        patch.setattr(script, "write_atomically", write_atomically)
         return failure(capsys, script, arguments)
 
 

@@ -130,7 +130,8 @@ def test_track_writes_an_offline_wandb_run(tmp_path):
 # ------------------------------------------------------------------------------------------- stopped and resumed
 def test_killed_and_resumed_is_the_same_run(finished, tmp_path):
     """kill -9, then --resume: parameters, optimisers, replay, grid and keys end bit for bit as if nothing had been."""
-    folder = run_and_kill(ctec, flags(SMALL, run_dir=tmp_path, checkpoint_minutes=0), tmp_path)
+    arguments = flags(SMALL, run_dir=tmp_path, checkpoint_minutes=0)
+    folder = run_and_kill(ctec, arguments, tmp_path, after=3)  # the first reward map is of iteration 2
     assert len(rows(folder)) < 12, "it was over before the kill"
     done = run(ctec, "--resume", folder)
     assert done.returncode == 0, done.stderr
