@@ -510,6 +510,7 @@ def caught_signals():
 
 def run_all(runs, slots, name):
     """Run what is not finished. Returns the names of the runs that failed; exits if a signal stopped it."""
+    runs = list({run.name: run for run in runs}.values())  # two rows of a table may share a run
     waiting = [run for run in runs if not run.finished]
     done = {run: 0.0 if run in waiting else run.method.hours for run in runs}  # expected hours of what is done
     children = {}  # {number of a slot: (run, process)}

@@ -204,6 +204,39 @@ def test_mbrl_error_by_hand():
     assert metrics == {"model_loss": loss}
 
 
+# ------------------------------------------------------------------------------------------------------- random
+class Dial:
+    """Its place is the latest action."""
+
+    action_size = 2
+    position_size = 2
+    grid_shape = (4, 4)
+    low = np.array([-1.0, -1.0])
+
+    def reset(self, key):
+        return random_brax.EnvState(jnp.zeros(2), jnp.zeros(2), jnp.zeros((), bool))
+
+    def step(self, state, action):
+        return random_brax.EnvState(action, action, jnp.zeros((), bool))
+
+    def frame(self, physics):
+        return physics
+
+
+def test_random_actions_fill_the_square_and_add_to_the_coverage():
+    env = Dial()
+    args = small(random_brax, num_envs=2, unroll_length=4)
+    state = random_brax.init_state(args, env)
+    known = []
+    for _ in range(100):
+        state, metrics, actions = random_brax.train_iteration(args, env, state)
+        known += list(np.floor((np.asarray(actions).reshape(-1, 2) + 1) / 0.5).astype(int) @ (4, 1))
+        assert set(np.flatnonzero(state.coverage.visited)) == set(known)
+        assert metrics == {"coverage": len(set(known)), "outside": 0}
+    frequency = np.bincount(known, minlength=16) / len(known)
+    assert 0.03 < frequency.min() and frequency.max() < 0.1  # 1 / 16, uniform in the square
+
+
 # ------------------------------------------------------------------------------------------------------ updates
 @pytest.mark.parametrize("script", [rnd, icm, apt, mbrl], **by_name)
 def test_sac_gets_the_reward_of_the_model_before_its_step(script):
@@ -267,6 +300,8 @@ def test_a_run_and_the_same_run_resumed(script, tmp_path):
     for i, row in enumerate(table, 1):  # every metric has its column, and its value from the first update on
         empty = {name for name, value in row.items() if value == ""}
         assert bool(empty) == (i < args.first_update), (i, empty)
+    counts = [float(row["coverage"]) for row in table]
+    assert counts == sorted(counts) and counts[0] < counts[-1]  # a place that was visited stays visited
     with np.load(folder / "coverage.npz") as coverage:
         assert coverage["visited"].sum() == whole["coverage"] > 0
 

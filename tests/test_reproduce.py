@@ -122,11 +122,12 @@ def test_a_study_from_nothing_to_table_csv_and_picture(monkeypatch, tmp_path, ca
 def test_without_a_bonus_the_reward_is_zero(monkeypatch):
     import mbrl_sac_brax
 
-    assert "reward" in inspect.signature(mbrl_sac_brax.update_sac).parameters
+    names = list(inspect.signature(mbrl_sac_brax.update_sac).parameters)
+    assert names == ["args", "env", "agent", "batch", "reward", "key"]
     stub = types.ModuleType("stub_sac_brax")
-    stub.update_sac = lambda args, batch, reward, key: reward
+    stub.update_sac = lambda args, env, agent, batch, reward, key: reward
     stub.parse_args = lambda flags: mbrl_sac_brax.Args(run_dir=flags[1])
-    stub.main = lambda args: (args.run_dir, stub.update_sac(args, None, np.ones(3), None))
+    stub.main = lambda args: (args.run_dir, stub.update_sac(args, None, None, None, np.ones(3), None))
     monkeypatch.setitem(sys.modules, "stub_sac_brax", stub)
     run_dir, reward = reproduce.train_without_bonus("stub_sac_brax", "--run-dir", "runs")
     assert run_dir == "runs/no_bonus" and list(reward) == [0, 0, 0]
