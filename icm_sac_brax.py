@@ -926,8 +926,8 @@ def check_memory(args, template):
     limits = device.memory_stats() or {}  # a CPU has none
     there = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if nbytes(template) > there:
-        needed = f"the state of the run needs {nbytes(template) / 1e9:,.1f} GB"
-        fail(f"--num-envs {args.num_envs}: {needed}, the device ({device.platform}) has {there / 1e9:,.1f} GB")
+        sizes = f"the run's state needs {nbytes(template) / 1e9:,.1f} GB, the device ({device.platform}) has"
+        fail(f"{sizes} {there / 1e9:,.1f} GB: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
 
 
 def start_run(args, init, template, buffers):
@@ -975,7 +975,7 @@ def finite_metrics(args, folder, iteration, metrics):
     values = {name: float(metrics[name]) for name in METRICS if name in metrics}
     missing = {name: x for name, x in values.items() if not math.isfinite(x)}
     for name, x in missing.items():
-        if iteration >= args.first_update:
+        if iteration >= args.first_update or not math.isnan(x):
             fail(f"iteration {iteration}: {name} is {x}; the last good checkpoint, if any, is kept in {folder}", code=1)
     return {name: x for name, x in values.items() if name not in missing}
 
@@ -1148,8 +1148,11 @@ def check_args(args):
     check_numbers(args)
     if args.batch_size < 2:
         fail(f"--batch-size {args.batch_size}: it must be at least 2")
-    if args.gradient_steps < 1:
-        fail(f"--multiplier {args.multiplier}: it leaves no gradient step for an iteration")
+    if not 1 <= args.gradient_steps <= 10**7:
+        steps = f"{args.gradient_steps:,} gradient steps an iteration"
+        fail(
+            f"--multiplier {args.multiplier}: with --batch-size {args.batch_size} it makes {steps}, not 1 to 10 million"
+        )
     if not 2 <= max(args.unroll_length, args.learning_starts) < args.replay_size:
         fail(f"--replay-size {args.replay_size}: it must be above --unroll-length and --learning-starts")
 

@@ -494,7 +494,7 @@ BAD = {
     "momentum of one": (["--reward-momentum", "1"], "--reward-momentum 1.0: it must be below 1"),
     "inf": (["--learning-rate", "inf"], "--learning-rate inf: it must be a finite number"),
     "missing folder": (["--resume", "/nowhere"], "/nowhere"),
-    "does not fit": (["--num-envs", "100000000000"], "--num-envs 100000000000: the state of the run needs"),
+    "does not fit": (["--num-envs", "100000000000"], "fewer --num-envs (now 100000000000)"),
 }
 
 

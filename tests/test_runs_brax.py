@@ -360,6 +360,7 @@ BAD = {
     "negative seed": (["--seed", "-1"], "--seed -1: it must be at least 0"),
     "seed of 33 bits": (["--seed", "4294967296"], "--seed 4294967296: it must be below 2^32"),
     "no gradient step": (["--multiplier", "0.0001"], "--multiplier"),
+    "too many gradient steps": (["--multiplier", "1e9"], "--multiplier"),
     "small replay": (["--replay-size", "500"], "--replay-size"),
     "missing folder": (["--resume", "runs/nothing"], "runs/nothing"),
     "no run dir": (["--run-dir", ""], "--run-dir: it must not be empty"),
@@ -383,7 +384,7 @@ def test_a_state_that_does_not_fit_is_refused_before_it_is_allocated(tmp_path, c
     arguments = ["--env=point_u_maze", "--num-envs", "100000000000", "--run-dir", tmp_path]
     code, message = refusal(capsys, ctec, arguments)
     assert code == 2
-    assert_one_line(message, "--num-envs 100000000000")
+    assert_one_line(message, "--num-envs (now 100000000000)")
     needed, there = re.search(r"needs ([\d,.]+) GB, the device \(cpu\) has ([\d,.]+) GB", message).groups()
     per_env = 10_000 * (4 * 4 + 4 * 2 + 2)  # the replay: state, action and two flags
     assert float(needed.replace(",", "")) == pytest.approx(1e11 * per_env / 1e9, rel=1e-3)
