@@ -1160,11 +1160,11 @@ def check_args(args):
     check_numbers(args)
     if args.batch_size < 2:
         fail(f"--batch-size {args.batch_size}: it must be at least 2")
-    if not 1 <= args.gradient_steps <= 10**7:
-        steps = f"{args.gradient_steps:,} gradient steps an iteration"
-        fail(
-            f"--multiplier {args.multiplier}: with --batch-size {args.batch_size} it makes {steps}, not 1 to 10 million"
-        )
+    if args.gradient_steps < 1:
+        sizes = f"--multiplier {args.multiplier} and --batch-size {args.batch_size}"
+        fail(f"{sizes}: they leave no gradient step for an iteration")
+    if args.multiplier > 1000:
+        fail(f"--multiplier {args.multiplier}: it must be at most 1000")
     if not 2 <= max(args.unroll_length, args.learning_starts) < args.replay_size:
         fail(f"--replay-size {args.replay_size}: it must be above --unroll-length and --learning-starts")
 
