@@ -1271,12 +1271,15 @@ def compile_iteration(args, env, state):
 
 
 def finite_metrics(args, folder, iteration, metrics):
-    """The metrics as numbers. One that is not finite ends the run; before the first update nan means: no value yet."""
+    """The metrics as numbers. One that is not finite ends the run; but before the first update, and while the
+    parameters are finite, nan means: no value yet."""
     values = {name: float(metrics[name]) for name in METRICS if name in metrics}
-    missing = {name: x for name, x in values.items() if not math.isfinite(x)}
-    for name, x in missing.items():
-        if iteration >= args.first_update or not math.isnan(x):
-            fail(f"iteration {iteration}: {name} is {x}; the last good checkpoint, if any, is kept in {folder}", code=1)
+    missing = [name for name, x in values.items() if not math.isfinite(x)]
+    waiting = iteration < args.first_update and math.isfinite(values.get("parameter_norm", 0.0))
+    for name in missing:
+        if not waiting or not math.isnan(values[name]):
+            words = f"iteration {iteration}: {name} is {values[name]}"
+            fail(f"{words}; the last good checkpoint, if any, is kept in {folder}", code=1)
     return {name: x for name, x in values.items() if name not in missing}
 
 

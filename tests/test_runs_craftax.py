@@ -191,3 +191,15 @@ def test_presets_can_run():
         ctec.check_encoder_args(args)
     assert ctec.parse_args([]).num_envs == 1024
     assert ctec.parse_args(["--preset=laptop", "--num-envs=8"]).num_envs == 8
+
+
+def test_a_nan_of_the_encoders_stops_the_run_also_while_the_policy_waits(capsys):
+    """In the random iterations PPO's metrics have no value yet, but the encoders learn."""
+    args = ctec.Args(**SMALL)
+    waiting = {"contrastive_loss": 1.0, "policy_loss": np.nan, "parameter_norm": 1.0}
+    assert ctec.finite_metrics(args, "runs", 1, waiting) == {"contrastive_loss": 1.0, "parameter_norm": 1.0}
+    with pytest.raises(SystemExit) as stop:
+        ctec.finite_metrics(args, "runs", 1, waiting | {"contrastive_loss": np.nan, "parameter_norm": np.nan})
+    assert stop.value.code == 1 and "iteration 1: contrastive_loss is nan" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        ctec.finite_metrics(args, "runs", args.first_update, waiting)
