@@ -159,7 +159,7 @@ def test_a_state_that_does_not_fit_is_refused_before_it_is_allocated(tmp_path, c
     before = sum(x.nbytes for x in jax.live_arrays())
     code, message = failure(capsys, ctec, ["--num-envs", "100000000000", "--run-dir", tmp_path])
     assert code == 2
-    assert_one_line(message, "--num-envs 100000000000", "the device (cpu) has")
+    assert_one_line(message, "--num-envs (now 100000000000)", "the device (cpu) has")
     needed = float(re.search(r"needs ([\d,.]+) GB", message).group(1).replace(",", ""))
     assert needed > 1e11 * 4 * (1345 + 512) / 1e9  # at least observation and hidden state of each environment
     assert sum(x.nbytes for x in jax.live_arrays()) - before < 1000
