@@ -114,6 +114,8 @@ class Args:
     """width of the hidden layers of the bonus's networks (paper Tables 3 and 4)"""
     representation_size: int = 64
     """size of a representation (paper Tables 3 and 4)"""
+    reward_features: Literal["batch", "unit"] = "batch"
+    """unit length in C-TeC's and APT's reward: of each feature over the batch (authors' code), or of each row (text)"""
     noise: float = 0.5
     """standard deviation of the noise on a state's copy (paper Table 4)"""
     neighbours: int = 12
@@ -181,13 +183,21 @@ def add_noise(key, args, batch):
     return Pairs(anchor=batch.obs, positive=noisy, weight=jnp.ones(len(noisy)))
 
 
+def encode(params, args, x):
+    """The representation of a state: (..., representation_size), of any length."""
+    return MLP(args.encoder_width, args.representation_size).apply(params, x)
+
+
 def unit_length(x):
     return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-12)
 
 
-def encode(params, args, x):
-    """The representation of a state: (..., representation_size), of unit length along the features."""
-    return unit_length(MLP(args.encoder_width, args.representation_size).apply(params, x))
+def reward_features(args, x, weight):
+    """What the reward's distance sees of representations (..., d). `unit`: rows of unit length (paper's text). `batch`:
+    each feature divided by its length over the rows of weight 1 (authors' code: a row keeps a length of its own)."""
+    if args.reward_features == "unit":
+        return unit_length(x)
+    return x * jax.lax.rsqrt(jnp.sum(weight[..., None] * x**2, axis=tuple(range(x.ndim - 1))) + 1e-12)
 
 
 def l1_similarity(phi, psi):
@@ -214,8 +224,8 @@ def infonce(logits, weight, logsumexp_penalty):
 
 def contrastive_loss(params, args, batch):
     """InfoNCE between the states and their noisy copies, for Pairs."""
-    z = encode(params["encoder"], args, batch.anchor)
-    z_noisy = encode(params["encoder"], args, batch.positive)
+    z = unit_length(encode(params["encoder"], args, batch.anchor))
+    z_noisy = unit_length(encode(params["encoder"], args, batch.positive))
     tau = jnp.exp(params["log_tau"])
     logits = l1_similarity(z, z_noisy) / tau  # (B, B), row i: state i against every noisy one
     loss = infonce(logits, batch.weight, 0.0)
@@ -238,7 +248,7 @@ def neighbour_distance(z, usable, neighbours):
 
 def intrinsic_reward(params, args, batch):
     """Mean distance of the next state to its nearest neighbours in the batch: (B,), 0 without a next state."""
-    z = encode(params["encoder"], args, batch.next_obs)
+    z = reward_features(args, encode(params["encoder"], args, batch.next_obs), batch.has_next)
     return neighbour_distance(z, batch.has_next, args.neighbours)
 
 
@@ -597,7 +607,7 @@ class PointMaze(Maze):
 
     def step(self, state, action):
         p = state.physics[:2]
-        v = 0.9 * state.physics[2:] + 0.05 * jnp.clip(action, -1.0, 1.0)
+        v = 0.9 * state.physics[2:] + 0.01 * jnp.clip(action, -1.0, 1.0)
         for axis in np.eye(2, dtype=np.float32):  # a wall stops the component of v that meets it
             v = jnp.where(self.blocked(p + v * axis), v * (1 - axis), v)
             p = p + v * axis

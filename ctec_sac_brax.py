@@ -116,8 +116,10 @@ class Args:
     """size of a representation (paper Tables 3 and 4)"""
     gamma_cl: float = 0.99
     """discount of the future-state distribution, Eq. 1 (authors' code; 0.3 in Craftax)"""
-    logsumexp_penalty: float = 0.1
-    """weight of mean(logsumexp^2) in the contrastive loss (paper Table 3)"""
+    logsumexp_penalty: float = 0.0
+    """weight of mean(logsumexp^2) in the contrastive loss (authors' launch script; paper Table 3: 0.1)"""
+    reward_features: Literal["batch", "unit"] = "batch"
+    """unit length in C-TeC's and APT's reward: of each feature over the batch (authors' code), or of each row (text)"""
     future_state: Literal["full", "goal"] = "full"
     """what psi sees of a future: the full state, or its position only (prior knowledge, paper Appendix D)"""
 
@@ -200,13 +202,21 @@ def sample_futures(key, args, env, replay, batch):
     return Pairs(anchor=pair, positive=future_view(args, env, future), weight=batch.has_next)
 
 
+def encode(params, args, x):
+    """phi of [s, a], or psi of s_f: (..., representation_size), of any length."""
+    return MLP(args.encoder_width, args.representation_size).apply(params, x)
+
+
 def unit_length(x):
     return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-12)
 
 
-def encode(params, args, x):
-    """phi of [s, a], or psi of s_f: (..., representation_size), of unit length along the features."""
-    return unit_length(MLP(args.encoder_width, args.representation_size).apply(params, x))
+def reward_features(args, x, weight):
+    """What the reward's distance sees of representations (..., d). `unit`: rows of unit length (paper's text). `batch`:
+    each feature divided by its length over the rows of weight 1 (authors' code: a row keeps a length of its own)."""
+    if args.reward_features == "unit":
+        return unit_length(x)
+    return x * jax.lax.rsqrt(jnp.sum(weight[..., None] * x**2, axis=tuple(range(x.ndim - 1))) + 1e-12)
 
 
 def l1_similarity(phi, psi):
@@ -233,8 +243,8 @@ def infonce(logits, weight, logsumexp_penalty):
 
 def contrastive_loss(params, args, batch):
     """InfoNCE between phi(s, a) and psi(s_f), for Pairs."""
-    phi = encode(params["phi"], args, batch.anchor)
-    psi = encode(params["psi"], args, batch.positive)
+    phi = unit_length(encode(params["phi"], args, batch.anchor))
+    psi = unit_length(encode(params["psi"], args, batch.positive))
     tau = jnp.exp(params["log_tau"])
     logits = l1_similarity(phi, psi) / tau  # (B, B), row i: state-action i against every future
     loss = infonce(logits, batch.weight, args.logsumexp_penalty)
@@ -255,8 +265,8 @@ def contrastive_loss(params, args, batch):
 
 def intrinsic_reward(params, args, batch):
     """-C((s, a), s_f), the distance to the sampled future (Eq. 3): (B,), 0 where there is no future."""
-    phi = encode(params["phi"], args, batch.anchor)
-    psi = encode(params["psi"], args, batch.positive)
+    phi = reward_features(args, encode(params["phi"], args, batch.anchor), batch.weight)
+    psi = reward_features(args, encode(params["psi"], args, batch.positive), batch.weight)
     return batch.weight * jnp.sum(jnp.abs(phi - psi), axis=-1)
 
 
@@ -634,7 +644,7 @@ class PointMaze(Maze):
 
     def step(self, state, action):
         p = state.physics[:2]
-        v = 0.9 * state.physics[2:] + 0.05 * jnp.clip(action, -1.0, 1.0)
+        v = 0.9 * state.physics[2:] + 0.01 * jnp.clip(action, -1.0, 1.0)
         for axis in np.eye(2, dtype=np.float32):  # a wall stops the component of v that meets it
             v = jnp.where(self.blocked(p + v * axis), v * (1 - axis), v)
             p = p + v * axis
@@ -1178,15 +1188,18 @@ def save_coverage(args, env, folder, visited, steps, frames):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def reward_map(args, env, state):
-    """(x, y) mean reward of reaching 2^16 states of the replay, from one start and action 0; nan where nobody was."""
-    key_t, key_env = jax.random.split(state.key)
-    t = jax.random.randint(key_t, (2**16,), 0, jnp.minimum(state.replay.time, args.replay_size))
-    states = state.replay.obs[t, jax.random.randint(key_env, (2**16,), 0, args.num_envs)]
-    start = jnp.concatenate([env.reset(jax.random.PRNGKey(args.seed)).obs, jnp.zeros(env.action_size)])
-    pairs = Pairs(start[None], future_view(args, env, states), jnp.ones(2**16))
-    reward = intrinsic_reward(state.model.params, args, pairs)
-    sums = jnp.zeros((2, np.prod(env.grid_shape))).at[:, bin_index(env, states)]
-    sums = sums.add(jnp.stack([reward, jnp.ones_like(reward)])).reshape(2, *env.grid_shape[:2], -1).sum(axis=-1)
+    """(x, y) mean reward of 2^16 or more transitions of the replay, by the position of s; nan where there are none."""
+    replay = index_trajectories(state.replay)
+
+    def sample(key):
+        key_batch, key_future = jax.random.split(key)
+        batch = sample_batch(key_batch, args, replay)
+        pairs = sample_futures(key_future, args, env, replay, batch)
+        return bin_index(env, batch.obs), intrinsic_reward(state.model.params, args, pairs), pairs.weight
+
+    bins, reward, weight = jax.lax.map(sample, jax.random.split(state.key, math.ceil(2**16 / args.batch_size)))
+    sums = jnp.zeros((2, np.prod(env.grid_shape))).at[:, bins].add(jnp.stack([reward, weight]))
+    sums = sums.reshape(2, *env.grid_shape[:2], -1).sum(axis=-1)
     return sums[0] / sums[1]
 
 
@@ -1207,7 +1220,7 @@ def save_reward_maps(env, folder, maps):
     figure = Figure((4.5 * len(maps), 4), layout="constrained")
     for axes, (steps, values) in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps.items()):
         figure.colorbar(draw_places(axes, env, f"{int(steps):,} steps", values), ax=axes, shrink=0.7)
-    figure.suptitle("Reward of reaching the places in the replay, from one start and action 0")
+    figure.suptitle("Mean reward of the transitions in the replay, by their place")
     figure.savefig(folder / "reward_map.png", dpi=80)
 
 

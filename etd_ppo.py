@@ -3,9 +3,8 @@
 ETD (Jiang et al., "Episodic Novelty Through Temporal Distance", ICLR 2025) learns by InfoNCE how many steps lie between
 two states, as a quasimetric d(x, y), and rewards the distance of the new state from the nearest one of its episode so
 far: go where you have not been in this episode. C-TeC (Mohamed et al., "Temporal Representations for Exploration", ICLR
-2026) rewards |phi(s, a) - psi(s_f)| to a sampled future: go where your future is hard to predict. Here both have the
-same PPO, encoders of the same shape and a standardised reward: the like-for-like comparison of the C-TeC paper.
-There is no task reward; success is the number of places visited, or of achievements that an episode unlocks.
+2026) rewards |phi(s, a) - psi(s_f)| to a sampled future: go where your future is hard to predict. Both have the same
+PPO and no task reward (the paper's comparison); success is the number of places visited, or of achievements unlocked.
 
 One iteration:
 
@@ -132,14 +131,15 @@ class Args:
     gamma_cl: float = 0.99
     """discount of the future-state distribution, of C-TeC too, in Craftax too (ETD)"""
     memory: Literal["embeddings", "observations"] = "embeddings"
-    """what ETD keeps of an episode's states: embeddings by the weights of their time, or observations, which are
-    encoded anew for each rollout (exact, slower, more memory)"""
+    """what ETD keeps of an episode's states: embeddings by the weights of their time, or observations (slower)"""
     memory_size: int = 1000
     """states of an episode that ETD keeps; of a longer one the latest"""
     similarity: Literal["l1", "l2"] = "l1"
     """C-TeC's: minus this distance (paper: L1 on the robots, L2 in Craftax)"""
-    logsumexp_penalty: float = 0.1
-    """weight of mean(logsumexp^2) in the contrastive loss of C-TeC (paper Table 3)"""
+    reward_features: Literal["batch", "unit"] = "batch"
+    """unit length in C-TeC's and APT's reward: of each feature over the batch (authors' code), or of each row (text)"""
+    logsumexp_penalty: float = 0.0
+    """weight of mean(logsumexp^2) in the contrastive loss of C-TeC (authors' launch script; paper Table 3: 0.1)"""
 
     @property
     def steps_per_iteration(self):
@@ -156,7 +156,7 @@ class Args:
 
 PAPER = {  # what the paper's tables change for one environment
     "humanoid": dict(num_envs=256, batch_size=256),
-    "craftax": dict(episode_length=10_000, similarity="l2", logsumexp_penalty=0.0),
+    "craftax": dict(episode_length=10_000, similarity="l2", reward_features="unit"),
 }
 PRESETS = {
     "paper": {},
@@ -221,13 +221,12 @@ def infonce(logits, weight, logsumexp_penalty):
 
 
 def contrastive_metrics(loss, logits, weight, phi, psi):
-    rows = len(logits)
     positive = jnp.diag(logits)
     return {
         "contrastive_loss": loss,
-        "accuracy": weighted_mean(jnp.argmax(logits, axis=1) == jnp.arange(rows), weight),
+        "accuracy": weighted_mean(jnp.argmax(logits, axis=1) == jnp.arange(len(logits)), weight),
         "logits_positive": weighted_mean(positive, weight),
-        "logits_negative": (jnp.sum(logits) - jnp.sum(positive)) / (rows * (rows - 1)),
+        "logits_negative": (jnp.sum(logits) - jnp.sum(positive)) / (logits.size - len(logits)),
         "phi_variance": jnp.mean(jnp.var(phi, axis=0)),
         "psi_variance": jnp.mean(jnp.var(psi, axis=0)),
     }
@@ -322,13 +321,21 @@ def etd_reward(params, args, states, done, memory):
     return reward, insert_states(memory, kept[:-1], done)
 
 
+def encode(params, args, x):
+    """phi of [s, a], or psi of s_f: (..., representation_size), of any length."""
+    return MLP(args.encoder_width, args.representation_size).apply(params, x)
+
+
 def unit_length(x):
     return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-12)
 
 
-def encode(params, args, x):
-    """phi of [s, a], or psi of s_f: (..., representation_size), of unit length along the features."""
-    return unit_length(MLP(args.encoder_width, args.representation_size).apply(params, x))
+def reward_features(args, x, weight):
+    """What the reward's distance sees of representations (..., d). `unit`: rows of unit length (paper's text). `batch`:
+    each feature divided by its length over the rows of weight 1 (authors' code: a row keeps a length of its own)."""
+    if args.reward_features == "unit":
+        return unit_length(x)
+    return x * jax.lax.rsqrt(jnp.sum(weight[..., None] * x**2, axis=tuple(range(x.ndim - 1))) + 1e-12)
 
 
 def l1_similarity(phi, psi):
@@ -352,8 +359,8 @@ def l2_similarity(phi, psi):
 
 def ctec_loss(params, args, batch):
     """InfoNCE between phi(s, a) and psi(s_f) over the rows (Eq. 2)."""
-    phi = encode(params["phi"], args, batch.anchor)
-    psi = encode(params["psi"], args, batch.positive)
+    phi = unit_length(encode(params["phi"], args, batch.anchor))
+    psi = unit_length(encode(params["psi"], args, batch.positive))
     similarity = l1_similarity if args.similarity == "l1" else l2_similarity
     tau = jnp.exp(params["log_tau"])
     logits = similarity(phi, psi) / tau
@@ -364,9 +371,10 @@ def ctec_loss(params, args, batch):
 def ctec_reward(params, args, key, states, action, done):
     """(T, N) the distance |phi(s, a) - psi(s_f)| to a sampled future of the rollout (Eq. 3), 0 where there is none."""
     left = steps_left(done)
+    anchor = jnp.concatenate([states[:-1], action], axis=-1)
     future = jnp.take_along_axis(states, future_times(key, args, left)[..., None], axis=0)
-    phi = encode(params["phi"], args, jnp.concatenate([states[:-1], action], axis=-1))
-    psi = encode(params["psi"], args, future)
+    phi = reward_features(args, encode(params["phi"], args, anchor), left > 0)
+    psi = reward_features(args, encode(params["psi"], args, future), left > 0)
     return jnp.where(left > 0, jnp.linalg.norm(phi - psi, ord=int(args.similarity[1]), axis=-1), 0.0)
 
 
@@ -543,19 +551,17 @@ def collect(args, env, state, key):
         transition = Rollout(now.obs, action, actions.log_prob(output, action), value, done, final_value)
         index = bin_index(env, after.obs) if env.grid_shape else None
 
-        def restart(start, x):
-            return jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start, x)
-
+        restart = lambda start, x: jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start, x)
         carry = (jax.tree.map(restart, starts, after), jnp.where(done, 0, episode_step + 1))
         return carry, (transition, index, episode_step + 1, env.frame(after.physics))
 
     keys = jax.random.split(key_actions, args.num_steps)
-    carry, (rollout, index, length, frames) = jax.lax.scan(step, (state.env, state.episode_step), keys)
+    first = (state.env, state.episode_step)
+    (env_state, episode_step), (rollout, index, length, frames) = jax.lax.scan(step, first, keys)
     if env.grid_shape:
         success = mark_visited(state.success, index)
     else:  # a frame of Craftax holds the achievements
         success = insert_episodes(state.success, rollout.done, frames, length, jnp.zeros(length.shape))
-    env_state, episode_step = carry
     return state.replace(env=env_state, episode_step=episode_step, success=success), rollout, frames
 
 
@@ -589,16 +595,15 @@ def update(args, env, state, rollout, key):
     action = actions.vector(rollout.action)
 
     # intrinsic rewards and their advantages
-    inputs = (key_reward, states, action, rollout.done, state.memory)
-    reward, memory = intrinsic_reward(state.model.params, args, *inputs)
+    reward, memory = intrinsic_reward(state.model.params, args, key_reward, states, action, rollout.done, state.memory)
     moments, scaled = standardize(args, state.reward_moments, state.iteration, reward)
     scaled = scaled + args.gamma * rollout.final_value  # a truncated episode would have gone on
     last_value = ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, states[-1])[1]
     advantage = gae(args, scaled, rollout.value, rollout.done, last_value)
 
     # gradient steps of encoders and agent
-    flat = lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...)
     left = steps_left(rollout.done)
+    flat = lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...)
     steps = jax.tree.map(flat, (rollout.replace(obs=None), advantage))  # obs are the first rows of flat(states)
     optimizer = clipped_adam(args, args.learning_rate)
 
@@ -615,8 +620,8 @@ def update(args, env, state, rollout, key):
             pairs = Pairs(anchor, flat(states)[future[rows]], has_future)
             model, metrics = gradient_update(contrastive_loss, model, optimizer, args, pairs)
             batch, batch_advantage = jax.tree.map(lambda x: x[rows], steps)
-            inputs = (env, batch.replace(obs=obs), batch_advantage)
-            agent, ppo_metrics = gradient_update(ppo_rows_loss, agent, optimizer, args, *inputs)
+            batch = batch.replace(obs=obs)
+            agent, ppo_metrics = gradient_update(ppo_rows_loss, agent, optimizer, args, env, batch, batch_advantage)
             return (agent, model), metrics | ppo_metrics
 
         return jax.lax.scan(step, models, order.reshape(-1, args.batch_size))
@@ -839,7 +844,7 @@ class PointMaze(Maze):
 
     def step(self, state, action):
         p = state.physics[:2]
-        v = 0.9 * state.physics[2:] + 0.05 * jnp.clip(action, -1.0, 1.0)
+        v = 0.9 * state.physics[2:] + 0.01 * jnp.clip(action, -1.0, 1.0)
         for axis in np.eye(2, dtype=np.float32):  # a wall stops the component of v that meets it
             v = jnp.where(self.blocked(p + v * axis), v * (1 - axis), v)
             p = p + v * axis

@@ -249,7 +249,7 @@ class PointMaze(Maze):
 
     def step(self, state, action):
         p = state.physics[:2]
-        v = 0.9 * state.physics[2:] + 0.05 * jnp.clip(action, -1.0, 1.0)
+        v = 0.9 * state.physics[2:] + 0.01 * jnp.clip(action, -1.0, 1.0)
         for axis in np.eye(2, dtype=np.float32):  # a wall stops the component of v that meets it
             v = jnp.where(self.blocked(p + v * axis), v * (1 - axis), v)
             p = p + v * axis

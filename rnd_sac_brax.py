@@ -115,6 +115,8 @@ class Args:
     """width of the two hidden layers of predictor and target (paper Tables 4 and 7)"""
     feature_dim: int = 512
     """number of features (paper Tables 4 and 7)"""
+    scale_reward: bool = False
+    """divide the reward by its standard deviation in the batch: without it, errors soon vanish beside SAC's entropy"""
 
     @property
     def steps_per_iteration(self):
@@ -138,7 +140,7 @@ PAPER = {"humanoid": dict(num_envs=256, batch_size=256)}  # what the paper's tab
 PRESETS = {
     "paper": {},
     "laptop": dict(total_timesteps=2_000_000, num_envs=128, episode_length=1001, replay_size=2000, learning_starts=500,
-                   batch_size=256, multiplier=0.032, checkpoint_minutes=2.0),
+                   batch_size=256, multiplier=0.032, checkpoint_minutes=2.0, scale_reward=True),
 }  # fmt: skip
 
 
@@ -205,6 +207,12 @@ def intrinsic_reward(params, args, batch):
     predicted = encode(params["predictor"], args, batch.next_obs)
     target = jax.lax.stop_gradient(encode(params["target"], args, batch.next_obs))
     return batch.has_next * jnp.mean((predicted - target) ** 2, axis=-1)
+
+
+def unit_deviation(x, weight):
+    """x divided by its standard deviation over the rows of weight 1."""
+    deviation = jnp.sqrt(weighted_mean((x - weighted_mean(x, weight)) ** 2, weight))
+    return x / (deviation + 1e-8)
 
 
 def model_loss(params, args, batch):
@@ -397,7 +405,10 @@ def update(args, env, replay, agent, model, key):
     batch = sample_batch(key_batch, args, replay)
     error = intrinsic_reward(model.networks.params, args, batch)
     errors = update_moments(model.errors, error, batch.has_next)
-    reward = error / jnp.sqrt(errors.variance + 1e-12)
+    if args.scale_reward:
+        reward = unit_deviation(error, batch.has_next)
+    else:
+        reward = error / jnp.sqrt(errors.variance + 1e-12)
     networks, metrics = gradient_update(model_loss, model.networks, optax.adam(args.learning_rate), args, batch)
     metrics["error_std"] = jnp.sqrt(errors.variance)
     agent, sac_metrics = update_sac(args, env, agent, batch, reward, key_sac)
@@ -574,7 +585,7 @@ class PointMaze(Maze):
 
     def step(self, state, action):
         p = state.physics[:2]
-        v = 0.9 * state.physics[2:] + 0.05 * jnp.clip(action, -1.0, 1.0)
+        v = 0.9 * state.physics[2:] + 0.01 * jnp.clip(action, -1.0, 1.0)
         for axis in np.eye(2, dtype=np.float32):  # a wall stops the component of v that meets it
             v = jnp.where(self.blocked(p + v * axis), v * (1 - axis), v)
             p = p + v * axis

@@ -21,7 +21,9 @@ ACHIEVEMENTS = """collect_wood place_table eat_cow collect_sapling collect_drink
 COLOURS = {  # one for each method, in every figure: Okabe and Ito's for colour-blind readers, and two that go with them
     "C-TeC": "#0072B2",
     "C-TeC goal": "#56B4E9",
+    "C-TeC unit": "#332288",
     "APT": "#D55E00",
+    "APT unit": "#F0A070",
     "ICM": "#009E73",
     "RND": "#E69F00",
     "forward model": "#CC79A7",
@@ -60,6 +62,14 @@ def values_at(curves_of_seeds, at=None):
         if at is None or steps[-1] >= at:
             values[seed] = value[-1] if at is None else value[np.searchsorted(steps, at)]
     return values
+
+
+def means_over_run(curves_of_seeds):
+    """{seed: the area under the curve, from 0 at step 0, divided by the steps}"""
+    means = {}
+    for seed, (steps, value) in curves_of_seeds.items():
+        means[seed] = np.trapezoid(np.append(0.0, value), np.append(0.0, steps)) / steps[-1]
+    return means
 
 
 def entries(study, rows, env):
@@ -121,6 +131,11 @@ def difference(write, ours, first):
     return f"{write(np.mean(ours) - np.mean(first))} ± {write(error)}"
 
 
+def mean_and_error(write, values):
+    error = f" ± {write(standard_error(values))}" if len(values) > 1 else ""
+    return f"{write(np.mean(values))}{error}" if len(values) else ""
+
+
 def table(study, rows, env):
     """Markdown lines: each method's final values in one environment."""
     words, form = METRICS[study.metric]
@@ -138,19 +153,24 @@ def table(study, rows, env):
         header += [f"minus {lines[0][0]}" + (" [95% interval]" if intervals else " ± standard error")]
     speeds = {label: values_at(curves(rows, env, method.label, "steps_per_second")) for label, method, _ in lines}
     with_speed = study.metric != "steps_per_second" and any(speeds.values())
+    with_early = study.early and has_curves(study, rows)
+    header += [f"after {study.early / 1e6:g}M steps", "mean over the run"] if with_early else []
     header += ["steps/s"] if with_speed else []
     text = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    for label, _, by_seed in lines:
+    for label, method, by_seed in lines:
         values = np.array(list(by_seed.values()))
-        error = f" ± {write(standard_error(values))}" if len(values) > 1 else ""
         cells = [label, " ".join(write(by_seed[seed]) if seed in by_seed else "–" for seed in seeds)]
-        cells += [f"{write(values.mean())}{error}"]
+        cells += [mean_and_error(write, values)]
         if intervals:
             low, high = interval(bootstrap([values]))
             enough = len(values) >= 5
             cells += [f"{write(interquartile_mean(values))} [{write(low)}, {write(high)}]" if enough else ""]
         if compare:
             cells += ["" if label == lines[0][0] else difference(write, values, first)]
+        if with_early:
+            found = curves(rows, env, method.label, study.metric)
+            for by_seed in (values_at(found, study.early), means_over_run(found)):
+                cells += [mean_and_error(write, list(by_seed.values()))]
         if with_speed:
             cells += [f"{np.median(list(speeds[label].values())):,.0f}" if speeds[label] else ""]
         text.append("| " + " | ".join(cells) + " |")

@@ -75,6 +75,8 @@ class Study:
     """curves: learning curves. finals: bars of the last values. rates: bars of the 22 achievements"""
     device: Literal["cpu", "gpu"] = "cpu"
     """what the sizes are for; the hours are this device's"""
+    early: int = 0
+    """the table also has the values after so many steps and the means over the runs, which are areas under curves"""
     at_steps: tuple[int, ...] = ()
     """the table's rows are the values after these steps, instead of the last ones"""
     note: str = ""
@@ -91,7 +93,11 @@ class Study:
         return list(dict.fromkeys(method.env for method in self.methods))
 
 
-MAZE = "--env point_hardest_maze --preset laptop"
+def on_maze(env):
+    return f"--env {env} --preset laptop"
+
+
+MAZE = on_maze("point_hardest_maze")
 CRAFTAX = "--env craftax_classic --preset laptop"
 RANDOM_CRAFTAX = Method("random", "random_craftax", f"{CRAFTAX} --total-timesteps 409600", 0.03)
 ANT_ONE_CORE = "--env ant_hardest_maze --num-envs 64 --batch-size 64 --encoder-width 256 --replay-size 1100"
@@ -102,6 +108,27 @@ ROBOT_HOURS = 24  # of a run at the paper's sizes on an RTX 8000 or V100, as the
 CRAFTAX_HOURS = 30
 PAPER = dict(seeds=(1, 2, 3, 4, 5), device="gpu")
 ON_CRAFTAX = dict(metric="achievements", pictures=("curves", "finals", "rates"))
+
+
+def race(env, seeds):
+    """All methods with SAC on a point maze."""
+    flags = on_maze(env)
+    methods = (
+        Method("C-TeC", "ctec_sac_brax", flags, 0.02),
+        Method("C-TeC unit", "ctec_sac_brax", f"{flags} --reward-features unit", 0.02),
+        Method("APT", "apt_sac_brax", flags, 0.025),
+        Method("APT unit", "apt_sac_brax", f"{flags} --reward-features unit", 0.025),
+        Method("ICM", "icm_sac_brax", flags, 0.03),
+        Method("RND", "rnd_sac_brax", flags, 0.015),
+        Method("forward model", "mbrl_sac_brax", flags, 0.012),
+        Method("no bonus", "mbrl_sac_brax", flags, 0.012, kind="no_bonus"),
+        Method("random", "random_brax", flags, 0.003),
+    )
+    note = (
+        "SAC, replay, environment and bins are the same; the bonus differs. `unit`: representations of unit length in "
+    )
+    note += "the reward, as in the paper's text; without it, each feature has unit length over the batch, as released."
+    return Study(f"The race on {env}, laptop scale", methods, seeds, early=500_000, note=note)
 
 
 def paper_coverage(env):
@@ -118,20 +145,9 @@ def paper_coverage(env):
 
 
 STUDIES = {
-    "race": Study(
-        "The race on the point maze, laptop scale",
-        (
-            Method("C-TeC", "ctec_sac_brax", MAZE, 0.035),
-            Method("APT", "apt_sac_brax", MAZE, 0.04),
-            Method("ICM", "icm_sac_brax", MAZE, 0.055),
-            Method("RND", "rnd_sac_brax", MAZE, 0.03),
-            Method("forward model", "mbrl_sac_brax", MAZE, 0.025),
-            Method("no bonus", "mbrl_sac_brax", MAZE, 0.025, kind="no_bonus"),
-            Method("random", "random_brax", MAZE, 0.005),
-        ),
-        seeds=(11, 12, 13, 14, 15),
-        note="SAC, replay, environment and bins are the same; the bonus differs.",
-    ),
+    "race": race("point_hardest_maze", (11, 12, 13, 14, 15, 16, 17, 18, 19, 20)),
+    "race_large": race("point_large_maze", (11, 12, 13, 14, 15)),
+    "race_u": race("point_u_maze", (11, 12, 13, 14, 15)),
     "race_craftax": Study(
         "The race on Craftax-Classic, laptop scale",
         (
@@ -149,10 +165,11 @@ STUDIES = {
         "ETD against C-TeC in one PPO, laptop scale",
         (
             Method("C-TeC", "etd_ppo", f"{MAZE} --bonus ctec", 0.06),
+            Method("C-TeC unit", "etd_ppo", f"{MAZE} --bonus ctec --reward-features unit", 0.06),
             Method("ETD", "etd_ppo", f"{MAZE} --bonus etd", 0.07),
             Method("random", "random_brax", f"{MAZE} --episode-length 1000 --total-timesteps 1015808", 0.005),
         ),
-        seeds=(11, 12, 13),
+        seeds=(11, 12, 13, 14, 15),
         note="PPO, the shapes of the encoders, futures and standardisation are the same; the bonus differs.",
     ),
     "etd_craftax": Study(

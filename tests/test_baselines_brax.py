@@ -167,7 +167,9 @@ def test_apt_loss_and_reward_against_numpy():
             layer = params["encoder"]["params"][f"Dense_{i}"]
             x = x @ np.asarray(layer["kernel"]) + np.asarray(layer["bias"])
             x = np.maximum(x, 0) if i < 2 else x
-        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+        return x
+
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
 
     distance = lambda a, b: np.abs(a[:, None] - b[None]).sum(axis=-1)
     pairs = apt.add_noise(key, args, batch)
@@ -176,19 +178,20 @@ def test_apt_loss_and_reward_against_numpy():
     np.testing.assert_allclose(pairs.positive, noisy, rtol=1e-6)
     np.testing.assert_array_equal(pairs.weight, np.ones(6))  # an ended episode's last state has a noisy copy too
 
-    logits = -distance(encode(batch.obs), encode(noisy)) / 2.0
+    logits = -distance(unit(encode(batch.obs)), unit(encode(noisy))) / 2.0
     loss, metrics = apt.contrastive_loss(params, args, pairs)
     np.testing.assert_allclose(loss, np.mean(np.log(np.exp(logits).sum(axis=1)) - np.diag(logits)), rtol=1e-5)
     np.testing.assert_allclose(metrics["accuracy"], np.mean(logits.argmax(axis=1) == np.arange(6)), rtol=1e-6)
     np.testing.assert_allclose(metrics["tau"], 2.0, rtol=1e-6)
-    np.testing.assert_allclose(metrics["feature_variance"], encode(batch.obs).var(axis=0).mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["feature_variance"], unit(encode(batch.obs)).var(axis=0).mean(), rtol=1e-4)
 
-    reward = apt.intrinsic_reward(params, args, batch)
     others = np.array([0, 1, 3, 4, 5])
     z = encode(batch.next_obs)[others]
-    nearest = np.sort(distance(z, z), axis=1)[:, 1:4]  # without itself
-    np.testing.assert_allclose(np.asarray(reward)[others], nearest.mean(axis=1), rtol=1e-4)
-    assert reward[2] == 0.0
+    for mode, features in {"batch": z / np.linalg.norm(z, axis=0), "unit": unit(z)}.items():
+        reward = apt.intrinsic_reward(params, dataclasses.replace(args, reward_features=mode), batch)
+        nearest = np.sort(distance(features, features), axis=1)[:, 1:4]  # without itself
+        np.testing.assert_allclose(np.asarray(reward)[others], nearest.mean(axis=1), rtol=1e-4)
+        assert reward[2] == 0.0
 
 
 # --------------------------------------------------------------------------------------------------------- MBRL
@@ -238,20 +241,26 @@ def test_random_actions_fill_the_square_and_add_to_the_coverage():
 
 
 # ------------------------------------------------------------------------------------------------------ updates
+def random_replay(script):
+    """Random states and ends of episodes."""
+    replay = start(script).replay
+    rng = np.random.default_rng(1)
+    ended = rng.random(replay.terminated.shape)
+    return replay.replace(
+        obs=jnp.asarray(rng.normal(size=replay.obs.shape), jnp.float32),
+        terminated=jnp.asarray(ended < 0.2),
+        truncated=jnp.asarray(ended > 0.9),
+        time=jnp.int32(60),
+    )
+
+
 @pytest.mark.parametrize("script", [rnd, icm, apt, mbrl], **by_name)
 def test_sac_gets_the_reward_of_the_model_before_its_step(script):
     """From a replay with ended episodes: the critics' first target and loss are linear and quadratic in the reward."""
     args = small(script)
     env = script.make_env(args.env)
     state = start(script)
-    rng = np.random.default_rng(1)
-    ended = rng.random(state.replay.terminated.shape)
-    replay = state.replay.replace(
-        obs=jnp.asarray(rng.normal(size=state.replay.obs.shape), jnp.float32),
-        terminated=jnp.asarray(ended < 0.2),
-        truncated=jnp.asarray(ended > 0.9),
-        time=jnp.int32(60),
-    )
+    replay = random_replay(script)
     key = jax.random.PRNGKey(7)
     (agent, model), metrics = jax.jit(script.update, static_argnums=(0, 1))(
         args, env, replay, state.agent, state.model, key
@@ -281,6 +290,26 @@ def test_sac_gets_the_reward_of_the_model_before_its_step(script):
         np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
     np.testing.assert_allclose(metrics["reward_mean"], np.mean(reward[alive]), rtol=1e-4)
     np.testing.assert_allclose(metrics["reward_std"], np.std(reward[alive]), rtol=1e-4)
+
+
+@pytest.mark.parametrize("script", [rnd, icm, mbrl], **by_name)
+def test_a_scaled_reward_has_deviation_one_in_the_batch(script):
+    """Of the rows that have a reward; RND's running deviation, here of earlier and larger errors, takes no part."""
+    args = small(script, scale_reward=True)
+    env = script.make_env(args.env)
+    state = start(script)
+    earlier = (
+        {"errors": rnd.Moments(jnp.float32(5000.0), jnp.float32(9.0), jnp.float32(400.0))} if script is rnd else {}
+    )
+    model = state.model.replace(**earlier)
+    key = jax.random.PRNGKey(7)
+    replay = random_replay(script)
+    metrics = script.update(args, env, replay, state.agent, model, key)[1]
+    batch = script.sample_batch(jax.random.split(key)[0], args, replay)
+    params = model.networks.params if script is rnd else model.params
+    reward = np.asarray(script.intrinsic_reward(params, args, batch))[np.asarray(batch.has_next) > 0]
+    np.testing.assert_allclose(metrics["reward_std"], 1.0, rtol=1e-4)
+    np.testing.assert_allclose(metrics["reward_mean"], reward.mean() / reward.std(), rtol=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------- whole runs
@@ -338,10 +367,10 @@ def test_a_robot_from_end_to_end(script, robot, tmp_path):
 
 @pytest.mark.parametrize("script", [*SIZES, random_brax], **by_name)
 def test_the_race_is_fair(script):
-    """The laptop presets differ in the sizes of the bonus's own model only."""
+    """The laptop presets differ in what is the bonus's own only."""
     laptop = lambda script: dataclasses.asdict(script.parse_args(["--preset", "laptop"]))
     own = {"rnd_width", "feature_dim", "encoder_width", "forward_weight", "representation_size", "noise", "neighbours",
-           "model_width"}  # fmt: skip
+           "model_width", "scale_reward"}  # fmt: skip
     expected = laptop(ctec)
     for name, value in laptop(script).items():
         assert name in own or value == expected[name], name

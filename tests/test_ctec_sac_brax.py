@@ -14,7 +14,7 @@ import ctec_sac_brax as ctec
 from ctec_sac_brax import Args, Batch, EnvState, Pairs, Replay
 
 ARGS = Args(env="point_u_maze", num_envs=3, batch_size=512, replay_size=40, agent_width=8, encoder_width=8,
-            representation_size=4)  # fmt: skip
+            representation_size=4, logsumexp_penalty=0.1)  # fmt: skip
 ENV = ctec.make_env("point_u_maze")
 collect = jax.jit(ctec.collect, static_argnums=(0, 1))
 update = jax.jit(ctec.update, static_argnums=(0, 1))
@@ -163,13 +163,13 @@ def random_pairs(weight):
 
 
 def numpy_encode(params, x):
-    """The encoder again: two hidden relu layers, a linear one, then unit length."""
+    """The encoder again: two hidden relu layers and a linear one."""
     x = np.asarray(x)
     for i in range(3):
         layer = params["params"][f"Dense_{i}"]
         x = x @ np.asarray(layer["kernel"]) + np.asarray(layer["bias"])
         x = np.maximum(x, 0) if i < 2 else x
-    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+    return x
 
 
 def test_loss_and_reward_against_numpy(start):
@@ -178,11 +178,19 @@ def test_loss_and_reward_against_numpy(start):
     params = start.model.params | {"log_tau": jnp.log(2.0)}
     phi = numpy_encode(params["phi"], pairs.anchor)
     psi = numpy_encode(params["psi"], pairs.positive)
-    distance = np.abs(phi[:, None] - psi[None]).sum(axis=-1)
     np.testing.assert_allclose(ctec.encode(params["phi"], ARGS, pairs.anchor), phi, atol=1e-5)
     np.testing.assert_allclose(ctec.encode(params["psi"], ARGS, pairs.positive), psi, atol=1e-5)
 
+    assert ARGS.reward_features == "batch"
+    over_batch = lambda x: x / np.linalg.norm(x[:5], axis=0)
     reward = ctec.intrinsic_reward(params, ARGS, pairs)
+    np.testing.assert_allclose(reward[:5], np.abs(over_batch(phi) - over_batch(psi))[:5].sum(axis=1), rtol=1e-4)
+    assert reward[5] == 0.0
+
+    phi = phi / np.linalg.norm(phi, axis=-1, keepdims=True)
+    psi = psi / np.linalg.norm(psi, axis=-1, keepdims=True)
+    distance = np.abs(phi[:, None] - psi[None]).sum(axis=-1)
+    reward = ctec.intrinsic_reward(params, dataclasses.replace(ARGS, reward_features="unit"), pairs)
     np.testing.assert_allclose(reward[:5], np.diag(distance)[:5], rtol=1e-4)
     assert reward[5] == 0.0
 
@@ -202,6 +210,25 @@ def test_loss_and_reward_against_numpy(start):
     assert loss == metrics["contrastive_loss"] and set(metrics) == set(expected)
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
+
+
+def test_reward_features_by_hand():
+    """Two rows that count and one that does not: the features' lengths over the batch are 5 and 13."""
+    x = jnp.array([[3.0, 5.0], [-4.0, 12.0], [100.0, 100.0]])
+    batch = ctec.reward_features(ARGS, x, jnp.array([1.0, 1.0, 0.0]))
+    np.testing.assert_allclose(batch[:2], [[3 / 5, 5 / 13], [-4 / 5, 12 / 13]], rtol=1e-6)
+    in_time = ctec.reward_features(ARGS, x[:2, None], jnp.ones((2, 1)))  # (T, N, features): over both axes
+    np.testing.assert_allclose(in_time[:, 0], batch[:2], rtol=1e-6)
+    unit = ctec.reward_features(dataclasses.replace(ARGS, reward_features="unit"), x, jnp.ones(3))
+    np.testing.assert_allclose(unit[1], [-4 / 160**0.5, 12 / 160**0.5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["batch", "unit"])
+def test_what_has_no_future_does_not_touch_the_reward(start, mode):
+    args = dataclasses.replace(ARGS, reward_features=mode)
+    pairs = random_pairs([1.0, 1, 1, 1, 1, 0])
+    other = pairs.replace(anchor=pairs.anchor.at[5].set(9.0), positive=pairs.positive.at[5].set(-9.0))
+    np.testing.assert_array_equal(*(ctec.intrinsic_reward(start.model.params, args, x) for x in (pairs, other)))
 
 
 def test_the_row_without_a_future_is_still_a_negative(start):
@@ -318,6 +345,9 @@ def test_update_uses_the_reward_from_before_the_encoders_step(start):
     np.testing.assert_allclose(metrics["reward_mean"], reward[alive].mean(), rtol=1e-4)
     np.testing.assert_allclose(metrics["reward_std"], reward[alive].std(), rtol=1e-4)
 
+    # the encoders learn from the contrastive loss alone: no gradient of the reward reaches them
+    alone, _ = ctec.gradient_update(ctec.contrastive_loss, start.model, optax.adam(args.learning_rate), args, pairs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), model.params, alone.params)
     assert_all_changed(start.model.params, model.params)
     for name in ("actor", "critic", "log_alpha"):
         assert_all_changed(getattr(start.agent, name).params, getattr(agent, name).params)
@@ -421,29 +451,34 @@ def test_collect_keeps_the_last_place_and_never_the_reset():
     assert ends[:, 1].tolist() == [0, 3, 3, 3, 4]
 
 
-def test_reward_map_is_the_reward_from_one_start_to_the_places_in_the_replay(start):
-    """A replay with two places only: two bins have the reward of getting there, the others have none."""
+def test_reward_map_is_the_mean_reward_of_the_replay_by_place(start):
+    """A replay of episodes of two steps, from one place to another: only the first place has a reward, that of its
+    single future. The second ends its episode, is never rewarded, and is no place of the map."""
+    args = dataclasses.replace(ARGS, reward_features="unit")
     places = jnp.array([[4.0, 4.0, 0.1, 0.0], [8.0, 4.0, 0.0, -0.1]])
-    rows = jnp.arange(40) % 2
-    replay = start.replay.replace(obs=jnp.broadcast_to(places[rows][:, None], (40, 3, 4)), time=jnp.int32(40))
-    values = np.asarray(ctec.reward_map(ARGS, ENV, start.replace(replay=replay)))
-    anchor = jnp.concatenate([ENV.reset(jax.random.PRNGKey(ARGS.seed)).obs, jnp.zeros(2)])
-    pairs = Pairs(jnp.stack([anchor, anchor]), places, jnp.ones(2))
+    last = jnp.arange(40) % 2
+    replay = start.replay.replace(
+        obs=jnp.broadcast_to(places[last][:, None], (40, 3, 4)),
+        truncated=jnp.broadcast_to(last[:, None] == 1, (40, 3)),
+        time=jnp.int32(40),
+    )
+    values = np.asarray(ctec.reward_map(args, ENV, start.replace(replay=replay)))
+    pair = Pairs(jnp.append(places[0], jnp.zeros(2))[None], places[1:], jnp.ones(1))
     expected = np.full(ENV.grid_shape, np.nan)
-    expected[12, 12], expected[20, 12] = ctec.intrinsic_reward(start.model.params, ARGS, pairs)
+    expected[12, 12] = ctec.intrinsic_reward(start.model.params, args, pair)[0]
     np.testing.assert_allclose(values, expected, rtol=1e-3)  # a float32 sum of 2^15 rewards
 
 
 def test_point_maze_physics():
     at = lambda *x: EnvState(jnp.array(x, jnp.float32), jnp.array(x, jnp.float32), False)
     free = ENV.step(at(4.0, 4.0, 0.1, -0.2), jnp.array([1.0, 0.5])).physics
-    np.testing.assert_allclose(free, [4.14, 3.845, 0.14, -0.155], atol=1e-6)
+    np.testing.assert_allclose(free, [4.1, 3.825, 0.1, -0.175], atol=1e-6)
     wall = ENV.step(at(4.0, 2.5, 0.1, -0.3), jnp.zeros(2)).physics  # the wall's face is at y = 2, the disc has 0.4
     np.testing.assert_allclose(wall, [4.09, 2.5, 0.09, 0.0], atol=1e-6)
-    corner = ENV.step(at(5.58, 4.5, 0.0, 0.0), jnp.ones(2)).physics  # the wall to the right starts at x = 6
-    np.testing.assert_allclose(corner, [5.58, 4.55, 0.0, 0.05], atol=1e-6)
+    corner = ENV.step(at(5.595, 4.5, 0.0, 0.0), jnp.ones(2)).physics  # the wall to the right starts at x = 6
+    np.testing.assert_allclose(corner, [5.595, 4.51, 0.0, 0.01], atol=1e-6)
     clipped = ENV.step(at(4, 4, 0, 0), jnp.array([9.0, 0])).physics
-    np.testing.assert_allclose(clipped[2], 0.05, atol=1e-7)
+    np.testing.assert_allclose(clipped[2], 0.01, atol=1e-7)
 
 
 def test_the_point_is_never_inside_a_wall():

@@ -208,9 +208,10 @@ def test_distance_grows_with_the_number_of_steps():
     key_cell, key_action, key_learn = jax.random.split(jax.random.PRNGKey(0), 3)
     place = jax.random.choice(key_cell, jnp.asarray([*ENV.free, ENV.start], jnp.float32), (64,))
     first = jnp.concatenate([place, jnp.zeros((64, 2))], axis=1)
-    action = jnp.repeat(jax.random.uniform(key_action, (32, 64, 2), minval=-1.0), 16, axis=0)  # each held for 16 steps
+    action = jnp.repeat(jax.random.uniform(key_action, (32, 64, 2), minval=-1.0), 80, axis=0)  # each held for 80 steps
     step = lambda now, action: (jax.vmap(ENV.step)(now, action), now.obs)
-    _, obs = jax.lax.scan(step, EnvState(first, first, jnp.zeros(64, bool)), action)  # (512, 64, 4)
+    _, obs = jax.lax.scan(step, EnvState(first, first, jnp.zeros(64, bool)), action)
+    obs = obs[::5]  # (512, 64, 4)
 
     @jax.jit
     def learn(model, key):
@@ -251,7 +252,9 @@ def test_distance_grows_with_the_number_of_steps():
 # -------------------------------------------------------------------------------------------------------- C-TeC
 @pytest.mark.parametrize("similarity", ["l1", "l2"])
 def test_ctec_loss_and_reward_by_hand(similarity):
-    args = small(bonus="ctec", similarity=similarity, gamma_cl=1e-9)  # the future is the next state
+    args = small(
+        bonus="ctec", similarity=similarity, logsumexp_penalty=0.1, gamma_cl=1e-9
+    )  # the future is the next state
     key_phi, key_psi, key_states, key_action = jax.random.split(jax.random.PRNGKey(0), 4)
     network = etd.MLP(16, 8)
     phi_params = network.init(key_phi, jnp.zeros(6))
@@ -263,14 +266,20 @@ def test_ctec_loss_and_reward_by_hand(similarity):
 
     unit = lambda x: np.asarray(x) / np.linalg.norm(x, axis=-1, keepdims=True)
     state_action = jnp.concatenate([states[:-1], action], axis=-1)
-    phi = unit(network.apply(phi_params, state_action))
-    psi = unit(network.apply(psi_params, states[1:]))
+    over_rollout = lambda x: x / np.linalg.norm(np.asarray(x)[~np.asarray(done)], axis=0)
+    raw_phi = network.apply(phi_params, state_action)
+    raw_psi = network.apply(psi_params, states[1:])
     order = {"l1": 1, "l2": 2}[similarity]
-    reward = etd.ctec_reward(params, args, key_states, states, action, done)
-    distance = np.linalg.norm(phi - psi, ord=order, axis=-1)
-    np.testing.assert_allclose(reward, np.where(done, 0, distance), atol=1e-5)
-    inputs = (key_states, states, action, done, None)
-    assert_none_changed(etd.intrinsic_reward(params, args, *inputs), (reward, None))
+    for mode, features in {"batch": over_rollout, "unit": unit}.items():
+        changed = dataclasses.replace(args, reward_features=mode)
+        reward = etd.ctec_reward(params, changed, key_states, states, action, done)
+        distance = np.linalg.norm(features(raw_phi) - features(raw_psi), ord=order, axis=-1)
+        np.testing.assert_allclose(reward, np.where(done, 0, distance), atol=1e-5)
+        inputs = (key_states, states, action, done, None)
+        assert_none_changed(etd.intrinsic_reward(params, changed, *inputs), (reward, None))
+
+    phi = unit(raw_phi)
+    psi = unit(raw_psi)
 
     pairs = Pairs(state_action[:, 0], states[1:, 0], jnp.array([1.0, 0, 1]))
     logits = -np.linalg.norm(phi[:, 0][:, None] - psi[:, 0], ord=order, axis=-1) / 0.5

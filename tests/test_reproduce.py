@@ -316,12 +316,24 @@ def made_up_rows(study, name, seeds, means, steps=(10, 20, 30)):
 
 def test_a_table_says_how_sure_it_is():
     study = reproduce.STUDIES["etd"]
-    means = {"C-TeC": 100, "ETD": 200, "random": 100}
+    means = {"C-TeC": 100, "C-TeC unit": 150, "ETD": 200, "random": 100}
     many = "\n".join(report.table(study, made_up_rows(study, "etd", range(10, 15), means), "point_hardest_maze"))
     assert "| C-TeC | 100 101 102 103 104 | 102 ± 1 | 102 [100, 104] |  |" in many
     assert "| 100 [98, 102] |" in many and "| 0 [-2, 2] |" in many  # ETD and random minus C-TeC
     few = "\n".join(report.table(study, made_up_rows(study, "etd", (10, 11), means), "point_hardest_maze"))
     assert "IQM" not in few and "| ETD | 200 201 | 200 ± 0 | 100 ± 1 |" in few
+
+
+def test_a_table_with_early_values_and_areas_under_the_curves():
+    """100 at the end and half of it halfway: the triangle's area over its length is 50."""
+    study = reproduce.STUDIES["race_u"]
+    means = {method.label: 100 for method in study.methods}
+    rows = made_up_rows(study, "race_u", (0,), means, (500_000, 1_000_000, 2_000_000))
+    table = report.table(study, rows, "point_u_maze")
+    assert table[0].endswith("| after 0.5M steps | mean over the run |")
+    assert table[2].endswith("| 25 | 50 |"), table[2]
+    last = [row for row in rows if row["step"] == "2000000"]
+    assert "after" not in report.table(study, last, "point_u_maze")[0]
 
 
 def test_values_after_a_number_of_steps_and_all_environments_together():
