@@ -18,6 +18,12 @@ METRICS = {  # metric: what the tables and axes call it, and how its numbers are
 ACHIEVEMENTS = """collect_wood place_table eat_cow collect_sapling collect_drink make_wood_pickaxe make_wood_sword
     place_plant defeat_zombie collect_stone place_stone eat_plant defeat_skeleton make_stone_pickaxe make_stone_sword
     wake_up place_furnace collect_coal collect_iron collect_diamond make_iron_pickaxe make_iron_sword""".split()
+CORRELATIONS = {  # what the reward is compared with: titles of the panels
+    "correlation_origin": "distance from the origin",
+    "correlation_start": "distance from the start",
+    "correlation_visits": "visits to the bin of s",
+    "correlation_visits_of_future": "visits to the bin of s_f",
+}
 COLOURS = {  # one for each method, in every figure: Okabe and Ito's for colour-blind readers, and two that go with them
     "C-TeC": "#0072B2",
     "C-TeC goal": "#56B4E9",
@@ -27,6 +33,9 @@ COLOURS = {  # one for each method, in every figure: Okabe and Ito's for colour-
     "ICM": "#009E73",
     "RND": "#E69F00",
     "forward model": "#CC79A7",
+    "origin in the middle": "#44AA99",
+    "origin far from the start": "#117733",
+    "standardised inputs": "#AA4499",
     "E3B": "#882255",
     "ETD": "#994F00",
     "no bonus": "#000000",
@@ -278,7 +287,8 @@ def pictures(name, study, rows):
     """The files that draw() makes of these rows."""
     names = [f"{name}.png"] if rows and study.pictures else []
     has_rates = "rates" in study.pictures and any(row["metric"] in ACHIEVEMENTS for row in rows)
-    return names + ([f"{name}_rates.png"] if has_rates else [])
+    names += [f"{name}_rates.png"] if has_rates else []
+    return names + ([f"{name}_correlations.png"] if any(row["metric"] in CORRELATIONS for row in rows) else [])
 
 
 def draw_curves(axes, study, rows, env):
@@ -343,6 +353,28 @@ def draw_rates(figure, study, rows):
     figure.legend(loc="outside upper center", ncols=len(labels))
 
 
+def draw_correlations(figure, study, rows):
+    """Rank correlations of the reward over a run, a panel for each quantity: mean and standard error of the seeds."""
+    panels = figure.subplots(1, len(CORRELATIONS), sharey=True)
+    for axes, (metric, title) in zip(panels, CORRELATIONS.items()):
+        for method in study.methods:
+            found = curves(rows, method.env, method.label, metric)
+            if found:
+                count = min(len(steps) for steps, _ in found.values())
+                values = np.array([value[:count] for _, value in found.values()])  # (seeds, moments)
+                mean = values.mean(axis=0)
+                error = values.std(axis=0, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else 0 * mean
+                steps = next(iter(found.values()))[0][:count] / 1e6
+                axes.plot(steps, mean, color=COLOURS[method.label], label=method.label, linewidth=1.4)
+                axes.fill_between(
+                    steps, mean - error, mean + error, color=COLOURS[method.label], alpha=0.2, linewidth=0
+                )
+        axes.axhline(0, color="0.4", linewidth=0.8)
+        axes.set(title=title, xlabel="million steps", ylim=(-1, 1))
+    panels[0].set_ylabel("rank correlation with the reward")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+
+
 def tick_texts(axes):
     return [text.get_text() for text in axes.get_yticklabels()]
 
@@ -353,6 +385,11 @@ def draw(name, study, rows, folder):
     envs = [env for env in study.envs if any(row["env"] == env for row in rows)]
     with matplotlib.rc_context(STYLE):
         for picture in pictures(name, study, rows):
+            if picture.endswith("_correlations.png"):
+                figure = Figure((9, 3.2), layout="constrained")
+                draw_correlations(figure, study, rows)
+                figure.savefig(folder / picture)
+                continue
             if picture.endswith("_rates.png"):
                 figure = Figure((8, 9), layout="constrained")
                 draw_rates(figure, study, rows)

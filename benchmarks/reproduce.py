@@ -36,6 +36,7 @@ from typing import Literal
 
 import numpy as np
 import tyro
+from matplotlib.figure import Figure
 from report import ACHIEVEMENTS, COLUMNS, draw, expected, read_csv, run_key, section, updated_page
 from tqdm import tqdm
 
@@ -54,8 +55,11 @@ class Method:
     flags: str
     hours: float
     """expected hours of one run, on a core or a GPU"""
-    kind: Literal["train", "no_bonus", "speed"] = "train"
-    """train: the script itself. no_bonus: its agent is rewarded with 0. speed: benchmarks/speed.py measures it"""
+    kind: Literal["train", "no_bonus", "inputs", "speed"] = "train"
+    """train: the script itself. no_bonus: its agent is rewarded with 0. inputs: benchmarks/inputs.py changes what the
+    encoders see. speed: benchmarks/speed.py measures it"""
+    inputs: str = ""
+    """flags of benchmarks/inputs.py"""
 
     @property
     def env(self):
@@ -72,7 +76,8 @@ class Study:
     metric: str = "coverage"
     """column of metrics.csv"""
     pictures: tuple[str, ...] = ("curves", "finals")
-    """curves: learning curves. finals: bars of the last values. rates: bars of the 22 achievements"""
+    """curves: learning curves. finals: bars of the last values. rates: bars of the 22 achievements. correlations: what
+    the reward goes with. maps: the first seed's reward maps of the first two methods"""
     device: Literal["cpu", "gpu"] = "cpu"
     """what the sizes are for; the hours are this device's"""
     early: int = 0
@@ -148,6 +153,23 @@ STUDIES = {
     "race": race("point_hardest_maze", (11, 12, 13, 14, 15, 16, 17, 18, 19, 20)),
     "race_large": race("point_large_maze", (11, 12, 13, 14, 15)),
     "race_u": race("point_u_maze", (11, 12, 13, 14, 15)),
+    "why": Study(
+        "Why it explores: what the encoders see, and what the reward goes with",
+        tuple(
+            Method(label, "ctec_sac_brax", f"{MAZE}{more}", 0.02, kind="inputs", inputs=inputs)
+            for label, more, inputs in (
+                ("C-TeC", "", ""),
+                ("C-TeC unit", " --reward-features unit", ""),
+                ("origin in the middle", "", "--origin middle"),
+                ("origin far from the start", "", "--origin far_corner"),
+                ("standardised inputs", "", "--standardize"),
+            )
+        ),
+        seeds=(1, 2, 3, 4, 5),
+        early=500_000,
+        pictures=("curves", "finals", "correlations", "maps"),
+        note="See [why it explores](why_it_explores.md).",
+    ),
     "race_craftax": Study(
         "The race on Craftax-Classic, laptop scale",
         (
@@ -322,7 +344,8 @@ class Run:
     @property
     def name(self):
         suffix = "" if self.method.kind == "train" else f"_{self.method.kind}"
-        flags = hashlib.sha256(" ".join(self.method.flags.split()).encode()).hexdigest()[:8]
+        words = " ".join([*self.method.inputs.split(), *self.method.flags.split()])
+        flags = hashlib.sha256(words.encode()).hexdigest()[:8]
         return f"{self.method.script}{suffix}__{self.method.env}__{flags}__seed{self.seed}"
 
     @property
@@ -361,6 +384,8 @@ class Run:
             flags += ["--run-dir", relative(self.folder)]
         if self.method.kind == "no_bonus":
             return ["benchmarks/reproduce.py", "no-bonus", self.method.script, *flags]
+        if self.method.kind == "inputs":
+            return ["benchmarks/inputs.py", *self.method.inputs.split(), *flags]
         return [f"{self.method.script}.py", *flags]
 
     @property
@@ -717,6 +742,11 @@ def result_rows(name, study, run):
     chosen = np.unique(np.minimum(np.searchsorted(steps, wanted), len(steps) - 1))  # the first row at or after each
     rows = [known | {"metric": study.metric, "step": steps[i], "value": table[i][study.metric]} for i in chosen]
     last = {"steps_per_second": np.median([float(row["steps_per_second"]) for row in table])}
+    if "correlations" in study.pictures:
+        with open(run.folder / "correlations.csv") as file:
+            moments = {row.pop("steps"): row for row in csv.DictReader(file)}  # a resumed run may repeat one
+        for at, row in moments.items():
+            rows += [known | {"metric": f"correlation_{key}", "step": at, "value": x} for key, x in row.items()]
     if "rates" in study.pictures:
         last |= {achievement: table[-1][achievement] for achievement in ACHIEVEMENTS}
     return rows + [known | {"metric": metric, "step": steps[-1], "value": last[metric]} for metric in last]
@@ -739,6 +769,28 @@ def write_results(path, name, study, runs):
     temporary.replace(path)
 
 
+def draw_reward_maps(path, runs):
+    """A row of reward maps for each run. They are in the runs' folders and not in results/."""
+    sys.path.insert(0, str(ROOT))
+    script = importlib.import_module(runs[0].method.script)
+    folders = {run.method.label: run.script_folder("reward_map.npz") for run in runs if run.finished}
+    if len(folders) < len(runs):
+        return
+    maps = {label: dict(np.load(folder / "reward_map.npz")) for label, folder in folders.items()}
+    figure = Figure((12, 2.6 * len(maps)), layout="constrained")
+    panels = figure.subplots(len(maps), 5, squeeze=False)
+    env = script.make_env(runs[0].method.env)
+    for line, (label, of_label) in zip(panels, maps.items()):
+        for axes, (steps, values) in zip(line, of_label.items()):
+            colours = script.draw_places(axes, env, f"{label}, {int(steps) / 1e6:.1f}M steps", values)
+            axes.tick_params(labelbottom=False, labelleft=False)
+            axes.title.set_fontsize(9)
+            axes.set(xlabel="", ylabel="")
+            figure.colorbar(colours, ax=axes, shrink=0.8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
 # --------------------------------------------------------------------------------------------------------- main
 def print_list(args):
     for name, study in STUDIES.items():
@@ -746,7 +798,7 @@ def print_list(args):
         recorded = len({run_key(row) for row in read_csv(args.results_dir / f"{name}.csv")})
         files = [f"results/{name}.csv"]
         files += [f"docs/{name}.png"] if study.pictures else []
-        files += [f"docs/{name}_rates.png"] if "rates" in study.pictures else []
+        files += [f"docs/{name}_{kind}.png" for kind in ("rates", "correlations", "maps") if kind in study.pictures]
         print(f"{name:24}{study.title}")
         print(f"{'':24}{count} runs ({recorded} recorded), {expected(study)}; writes {', '.join(files)}\n")
 
@@ -817,6 +869,8 @@ def main(args):
             unfinished += run_all(runs[name], slots, name)
         if any(run.finished for run in runs[name]):
             write_results(args.results_dir / f"{name}.csv", name, study, runs[name])
+        if "maps" in study.pictures:
+            draw_reward_maps(args.docs_dir / f"{name}_maps.png", runs[name][: len(study.methods)][:2])
     show(args, names)
     if unfinished and args.launcher == "local":
         print(f"failed: {', '.join(unfinished)}", file=sys.stderr)
