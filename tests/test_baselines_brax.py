@@ -355,9 +355,7 @@ def test_a_run_and_the_same_run_resumed(script, tmp_path):
         assert_all_changed(start.model.params, end.model.params)
 
 
-@pytest.mark.parametrize(
-    "script,robot", [(rnd, "ant_u_maze"), (icm, "humanoid_u_maze"), (apt, "arm_binpick_hard")], **by_name
-)
+@pytest.mark.parametrize("script,robot", [(rnd, "ant_u_maze"), (icm, "humanoid_u_maze")], **by_name)
 def test_a_robot_from_end_to_end(script, robot, tmp_path):
     sizes = dict(num_envs=4, unroll_length=4, total_timesteps=4 * 4 * 4, replay_size=20, learning_starts=8)
     end = script.main(small(script, env=robot, run_dir=str(tmp_path), episode_length=9, multiplier=2.0, **sizes))

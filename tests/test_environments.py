@@ -55,7 +55,7 @@ def assert_follows(name, tolerances, steps=(40,) * 6):
                 np.testing.assert_array_equal(ours["done"][part], data["done"][part] > 0)
                 del left[episode]
         if not left:
-            return
+            return ours
     raise AssertionError(f"{name}: episodes {list(left)} are not followed; the last has errors {errors}")
 
 
@@ -78,9 +78,14 @@ def test_humanoid_follows_the_recordings():
     assert_follows("humanoid_u_maze", tolerances)
 
 
-def test_arm_follows_the_recordings_until_the_fingers_touch():
+def test_arm_follows_the_recordings():
+    """To the last digits until the fingers touch the cube. Then rounding grows; but in episodes 3 and 5 the hand
+    carries the cube 16 and 7 cm away, and ours stays beside it."""
     tolerances = {("q", (0, 16)): 1e-3, ("obs", (0, 18)): 1e-3}
-    assert_follows("arm_binpick_hard", tolerances, steps=(40, 40, 40, 22, 13, 29))
+    ours = assert_follows("arm_binpick_hard", tolerances, steps=(40, 40, 40, 22, 13, 29))["obs"][[3, 5], :, :3]
+    cube = recorded("arm_binpick_hard")["obs"][[3, 5], :, :3]
+    assert (np.linalg.norm(cube[:, -1] - cube[:, 10], axis=-1) > 0.07).all()
+    assert np.linalg.norm(ours - cube, axis=-1).max() < 0.03
 
 
 @pytest.mark.parametrize("robot", [AntMaze, HumanoidMaze])

@@ -121,6 +121,23 @@ def test_a_robot_leaves_a_page_for_the_viewer(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"coverage.png", "coverage.npz", "rollout.html"}
 
 
+def test_the_arm_from_end_to_end_with_the_position_as_future(tmp_path):
+    """psi sees the cube's three coordinates, and the reward map is the projection of a 3-D grid."""
+    sizes = dict(num_envs=4, unroll_length=4, total_timesteps=4 * 4 * 5, replay_size=20, learning_starts=8)
+    args = ctec.Args(**SMALL | sizes | dict(env="arm_binpick_hard", future_state="goal", run_dir=str(tmp_path)))
+    end = ctec.main(args)
+    env = ctec.make_env(args.env)
+    state = ctec.load_checkpoint(
+        Path(end["folder"]) / "checkpoint.npz", jax.eval_shape(lambda: ctec.init_state(args, env))
+    )
+    first_layer = lambda encoder: state.model.params[encoder]["params"]["Dense_0"]["kernel"].shape[0]
+    assert (first_layer("phi"), first_layer("psi")) == (env.state_size + env.action_size, 3)
+    assert np.isfinite(end["contrastive_loss"]) and end["coverage"] > 0
+    with np.load(Path(end["folder"]) / "reward_map.npz") as maps:
+        assert all(maps[at].shape == env.grid_shape[:2] and np.nanmax(maps[at]) > 0 for at in maps.files)
+    assert (Path(end["folder"]) / "rollout.html").stat().st_size > 5000
+
+
 def test_track_writes_an_offline_wandb_run(tmp_path):
     done = run(ctec, *flags(SMALL, run_dir=tmp_path, total_timesteps=8 * 16 * 4), "--track")
     assert done.returncode == 0, done.stderr
