@@ -100,7 +100,8 @@ def with_every_wall(env, name):
 
 
 def places_beside_walls(env, count, rng):
-    """(count, 2) positions up to a quarter of a cell from a wall: along it, in corners, around its ends, and outside of the maze."""
+    """(count, 2) positions up to a quarter of a cell from a wall: along it, in corners, around its ends, and outside
+    of the maze."""
     places = []
     while len(places) < count:
         place = rng.choice(env.walls) + rng.uniform(-1, 1, 2) * 0.75 * env.cell
