@@ -619,30 +619,68 @@ class PointMaze(Maze):
 
 
 class BraxMaze(Maze):
-    """A robot that comes with Brax, among wall boxes of half a cell's height."""
+    """A robot that comes with Brax, among wall boxes of half a cell's height. Each sphere or capsule of the robot can
+    touch only the 2 x 2 cells around its centre, so it has four boxes of its own, which follow it: a larger maze costs
+    no more."""
 
     def __init__(self, maze):
         super().__init__(maze)
+        self.box = np.array([self.cell / 2, self.cell / 2, self.cell / 4])  # half the size of a wall
+        self.sys = self.build(following=True)
+        affinity = self.sys.geom_conaffinity
+        solid = np.flatnonzero((affinity > 0) & (self.sys.geom_bodyid > 0))
+        self.solid = solid[np.argsort(affinity[solid])]  # the geoms that meet walls, in the order of their boxes
+        self.action_size = self.sys.act_size()
+
+    @functools.cached_property
+    def scene(self):
+        return self.build(following=False)  # for the viewer
+
+    def build(self, following):
+        """The robot with boxes that follow it, or among all walls of the maze."""
         spec = mujoco.MjSpec.from_file(str(Path(brax.__file__).parent / "envs/assets" / self.xml))
         spec.option.timestep = self.timestep
         self.edit(spec)
-        half = self.cell / 2
-        for x, y in self.walls:
-            box = {"type": mujoco.mjtGeom.mjGEOM_BOX, "pos": (x, y, half / 2), "size": (half, half, half / 2)}
-            spec.worldbody.add_geom(contype=1, conaffinity=1, **box)
+        if not following:
+            boxes = [{"pos": (x, y, self.box[2]), "contype": 1, "conaffinity": 1} for x, y in self.walls]
+        else:
+            boxes = []
+            solid = [geom for geom in spec.geoms if (geom.contype or geom.conaffinity) and geom.name != "floor"]
+            for i, geom in enumerate(solid):
+                geom.conaffinity |= 2 << i  # its own bit: its boxes collide with nothing else
+                boxes += 4 * [{"contype": 2 << i, "conaffinity": 0}]
+        for box in boxes:
+            spec.worldbody.add_geom(type=mujoco.mjtGeom.mjGEOM_BOX, size=self.box, **box)
         spec.compile()
         # MJX's broad phase: only the nearest pairs of each kind (by bounding spheres) are collided, only the deepest
         # points are kept. The two numbers must come first: MJX 3.17 looks for the i-th one at numeric_data[i].
         broad_phase = "".join(f'<numeric name="max_{k}" data="{v}"/>' for k, v in self.broad_phase.items())
-        self.sys = mjcf.loads(spec.to_xml().replace("<custom>", "<custom>" + broad_phase, 1))  # fuses jointless bodies
-        self.action_size = self.sys.act_size()
+        return mjcf.loads(spec.to_xml().replace("<custom>", "<custom>" + broad_phase, 1))  # fuses jointless bodies
+
+    def with_walls(self, x):
+        """The system, with each box on a wall that its geom may touch now, given the links' places x; or, if there is
+        none, far below the floor."""
+        geom = base.Transform(pos=self.sys.geom_pos[self.solid], rot=self.sys.geom_quat[self.solid])
+        geom = x.take(self.sys.geom_bodyid[self.solid] - 1).vmap().do(geom)
+        radius, half_length, _ = self.sys.geom_size[self.solid].T
+        tip = geom.vmap().do(base.Transform.create(pos=half_length[:, None] * np.array([0.0, 0.0, 1.0])))
+        reach = radius[:, None] + jnp.abs(tip.pos - geom.pos)  # (geoms, 3) half the sizes of their bounding boxes
+        corner = jnp.floor(geom.pos[:, None, :2] / self.cell).astype(jnp.int32)
+        cells = corner + np.array([(0, 0), (0, 1), (1, 0), (1, 1)])  # (geoms, 4, 2)
+        inside = jnp.all((cells >= 0) & (cells < np.array(self.is_wall.shape)), axis=-1)  # a humanoid can climb out
+        wall = inside & jnp.asarray(self.is_wall)[cells[..., 0], cells[..., 1]]
+        boxes = jnp.pad(cells * self.cell, ((0, 0), (0, 0), (0, 1)), constant_values=self.box[2])
+        near = jnp.all(jnp.abs(boxes - geom.pos[:, None]) < self.box + reach[:, None], axis=-1)
+        boxes = jnp.where((wall & near)[..., None], boxes, -100.0).reshape(-1, 3)
+        geom_pos = self.sys.geom_pos.at[1 : 1 + len(boxes)].set(boxes)  # the floor is the first geom
+        return self.sys.replace(geom_pos=geom_pos)
 
     def from_q(self, q, qd):
         return self.state(brax.spring.pipeline.init(self.sys, q, qd), jnp.zeros(self.action_size))
 
     def step(self, state, action):
         control = action * self.action_scale
-        substep = lambda _, physics: brax.spring.pipeline.step(self.sys, physics, control)
+        substep = lambda _, physics: brax.spring.pipeline.step(self.with_walls(physics.x), physics, control)
         return self.state(jax.lax.fori_loop(0, 10, substep, state.physics), control)
 
     def state(self, physics, control):
@@ -662,7 +700,7 @@ class AntMaze(BraxMaze):
     timestep = 0.005
     healthy = (0.2, 1.0)
     action_scale = 1.0
-    broad_phase = {"geom_pairs": 8, "contact_points": 12}
+    broad_phase = {"geom_pairs": 5, "contact_points": 12}
 
     def edit(self, spec):
         for geom in spec.geoms:  # these collide with the walls
@@ -686,7 +724,7 @@ class HumanoidMaze(BraxMaze):
     timestep = 0.0015
     healthy = (1.0, 2.0)
     action_scale = 0.4
-    broad_phase = {"geom_pairs": 20, "contact_points": 12}
+    broad_phase = {"geom_pairs": 10, "contact_points": 12}
 
     def edit(self, spec):
         for geom in spec.geoms:  # every geom collides with floor and walls, none with another of the robot
@@ -785,6 +823,7 @@ class ArmBinpick:
             <contact>{"".join(f'<pair geom1="{a}" geom2="{b}"/>' for a, b in pairs)}</contact>
             <equality><joint joint1="joint7" joint2="joint8" solref=".005 1" solimp=".95 .99 .001 .5 2"/></equality>
             <actuator>{motors}</actuator></mujoco>"""))  # fmt: skip
+        self.scene = self.sys  # for the viewer
 
     def forward(self, data):
         """mjx.forward with our own kinematics: XLA on a CPU would compute each link's pose again for everything that
@@ -1137,10 +1176,10 @@ def save_coverage(args, env, folder, visited, steps, frames):
     figure.savefig(folder / "coverage.png", dpi=100)
 
     frames = jax.tree.map(lambda *x: np.concatenate(x)[-args.episode_length :], *frames)
-    if hasattr(env, "sys"):
+    if hasattr(env, "scene"):
         poses = [jax.tree.map(lambda x, t=t: x[t], frames) for t in range(len(frames.pos))]
         states = [base.State(q=None, qd=None, x=x, xd=None, contact=None) for x in poses]
-        (folder / "rollout.html").write_text(html.render(env.sys, states))
+        (folder / "rollout.html").write_text(html.render(env.scene, states))
     else:
         figure = Figure((7, 6), layout="constrained")
         axes = figure.add_subplot()

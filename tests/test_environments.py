@@ -1,13 +1,15 @@
-"""The environments follow the recorded trajectories in tests/data, and the broad phase changes nothing."""
+"""The environments follow the recorded trajectories in tests/data, and their cheap walls are those of the maze."""
 
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import mujoco
 import numpy as np
 import pytest
+from brax import contact, kinematics
 
-from ctec_sac_brax import ENVS, AntMaze, HumanoidMaze, make_env
+from ctec_sac_brax import ENVS, make_env
 
 
 def recorded(name):
@@ -88,26 +90,113 @@ def test_arm_follows_the_recordings():
     assert np.linalg.norm(ours - cube, axis=-1).max() < 0.03
 
 
-@pytest.mark.parametrize("robot", [AntMaze, HumanoidMaze])
-def test_broad_phase_changes_nothing(robot):
-    """Thrown at the walls around the start, eight directions (the corners too), with and without culling."""
-    full = type("Full", (robot,), {"broad_phase": {}})("u")
-    culled = make_env(f"{robot.__name__.removesuffix('Maze').lower()}_u_maze")
-    speed = 4.0
-    steps = 25
-    angle = np.arange(8) * np.pi / 4
+BRAX_MAZES = [name for name in ENVS if name.startswith(("ant", "humanoid"))]
+
+
+def with_every_wall(env, name):
+    """The same robot among all walls of the maze, which stand still, and without culling."""
+    kind = type("Full", (type(env),), {"broad_phase": {}, "with_walls": lambda self, x: self.scene})
+    return kind(name.split("_")[1])
+
+
+def places_beside_walls(env, count, rng):
+    """(count, 2) positions up to a quarter of a cell from a wall: along it, in corners, around its ends, and outside
+    of the maze."""
+    places = []
+    while len(places) < count:
+        place = rng.choice(env.walls) + rng.uniform(-1, 1, 2) * 0.75 * env.cell
+        if np.abs(place - env.walls).max(axis=1).min() > env.cell / 2:  # in no wall
+            places.append(place)
+    return np.array(places)
+
+
+def random_poses(env, places, rng):
+    """(n, q size) with any heading, a slight tilt, and joints anywhere in the inner 70% of their ranges."""
+    q = np.tile(np.asarray(env.sys.init_q), (len(places), 1))
+    q[:, :2] = places
+    q[:, 2] = rng.uniform(*env.healthy, len(q))
+    heading = rng.uniform(0, 2 * np.pi, len(q))
+    q[:, 3] = np.cos(heading / 2)
+    q[:, 6] = np.sin(heading / 2)
+    q[:, 3:7] += rng.normal(0, 0.05, (len(q), 4))
+    q[:, 3:7] /= np.linalg.norm(q[:, 3:7], axis=1, keepdims=True)
+    low, high = (np.asarray(limit)[6:][: env.action_size] for limit in env.sys.dof.limit)
+    joints = (low + high) / 2 + 0.35 * rng.uniform(-1, 1, (len(q), env.action_size)) * (high - low)
+    q[:, 7 : 7 + env.action_size] = joints
+    return q
+
+
+def contacts(env, q):
+    """For each pose, the sorted depths of its contacts, and with how many walls."""
+
+    def find(q):
+        x, _ = kinematics.forward(env.sys, q, jnp.zeros(env.sys.qd_size()))
+        system = env.with_walls(x)
+        found = contact.get(system, x)
+        wall = (system.geom_bodyid == 0) & (system.geom_type == mujoco.mjtGeom.mjGEOM_BOX)
+        place = jnp.sum(system.geom_pos[found.geom2] * np.array([1.0, 1000.0, 0.0]), axis=-1)  # another for each wall
+        return found.dist, jnp.where((found.dist < 0) & jnp.asarray(wall)[found.geom2], place, jnp.nan)
+
+    dist, walls = jax.jit(lambda q: jax.lax.map(find, q, batch_size=50))(jnp.asarray(q, jnp.float32))
+    depths = [np.sort(d[d < 0]) for d in np.asarray(dist)]
+    return depths, np.array([len(np.unique(w[~np.isnan(w)])) for w in np.asarray(walls)])
+
+
+@pytest.mark.parametrize("name", BRAX_MAZES)
+def test_contacts_are_those_of_the_whole_maze(name):
+    """Robots put beside walls, in corners and at wall ends. Poses deeper in a wall or the floor than the physics lets
+    them get are left out."""
+    rng = np.random.default_rng(0)
+    env = make_env(name)
+    q = random_poses(env, places_beside_walls(env, 1000, rng), rng)
+    expected, walls = contacts(with_every_wall(env, name), q)
+    ours, our_walls = contacts(env, q)
+    possible = np.array([len(depths) == 0 or depths[0] > -0.1 for depths in expected])
+    assert (walls[possible] == 1).sum() >= 50 and (walls[possible] >= 2).sum() >= 5
+    np.testing.assert_array_equal(our_walls[possible], walls[possible])
+    for i in np.flatnonzero(possible):
+        np.testing.assert_allclose(ours[i], expected[i], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ant_hardest_maze", "humanoid_large_maze"])
+def test_thrown_robots_move_as_in_the_whole_maze(name):
+    """Each step of their flight again, from the same state, among all walls of the maze."""
+    rng = np.random.default_rng(0)
+    env = make_env(name)
+    throws, steps, speed = 32, 25, 4.0
+    angle = rng.uniform(0, 2 * np.pi, throws)
     direction = np.stack([np.cos(angle), np.sin(angle)], axis=1)
-    q = np.tile(np.asarray(culled.sys.init_q), (8, 1))
-    q[:, :2] = culled.start + 0.15 * culled.cell * direction
-    qd = np.zeros((8, culled.sys.qd_size()))
+    q = np.tile(np.asarray(env.sys.init_q), (throws, 1))
+    q[:, :2] = rng.choice(env.free, throws) + 0.2 * env.cell * direction
+    qd = np.zeros((throws, env.sys.qd_size()))
     qd[:, :2] = speed * direction
-    actions = np.repeat(np.random.default_rng(0).uniform(-1, 1, (8, 5, culled.action_size)), 5, axis=1)
-    x = rollout(culled, q, qd, actions)["x_pos"]
-    seconds = steps * (0.05 if robot is AntMaze else 0.015)
-    free = 0.15 * culled.cell + speed * seconds  # the way without walls
-    travelled = np.sum((x[:, -1, 0, :2] - culled.start) * direction, axis=1)
-    assert (travelled < 0.8 * free).sum() >= 4  # walls did stop it
-    np.testing.assert_allclose(x, rollout(full, q, qd, actions)["x_pos"], atol=1e-3)
+    actions = np.repeat(rng.uniform(-1, 1, (steps // 5, throws, env.action_size)), 5, axis=0)
+
+    def step(state, action):
+        after = jax.vmap(env.step)(state, action)
+        return after, (state, after)
+
+    @jax.jit
+    def fly(q, qd, actions):
+        return jax.lax.scan(step, jax.vmap(env.from_q)(q, qd), actions)[1]
+
+    inputs = [jnp.asarray(x, jnp.float32) for x in (q, qd, actions)]
+    before, after = fly(*inputs)
+    travelled = np.sum((np.asarray(after.physics.x.pos)[-1, :, 0, :2] - q[:, :2]) * direction, axis=1)
+    free = speed * steps * 10 * env.timestep
+    assert (travelled < 0.8 * free).sum() >= throws / 2  # walls did stop them
+    full = with_every_wall(env, name)
+    again = jax.jit(lambda inputs: jax.lax.map(lambda x: jax.vmap(full.step)(*x), inputs))((before, inputs[2]))
+    np.testing.assert_allclose(after.physics.x.pos, again.physics.x.pos, atol=1e-4)
+    np.testing.assert_allclose(after.physics.xd.vel, again.physics.xd.vel, atol=1e-2)
+
+
+@pytest.mark.parametrize("robot", ["ant", "humanoid"])
+def test_a_larger_maze_has_no_more_geoms(robot):
+    envs = [make_env(name) for name in BRAX_MAZES if name.startswith(robot)]
+    assert len({len(env.sys.geom_type) for env in envs}) == 1
+    for env in envs:  # the viewer shows them all
+        assert (env.scene.geom_type == mujoco.mjtGeom.mjGEOM_BOX).sum() == len(env.walls)
 
 
 @pytest.mark.parametrize("name", ENVS)
