@@ -112,9 +112,12 @@ def compile_with_correlations(inputs, args, env, state):
     return iterate_and_log
 
 
-def main(argv):
+def parse_args(argv):
     inputs, flags = tyro.cli(Inputs, args=argv, return_unknown_args=True, description=__doc__)
-    args = ctec.parse_args(flags)
+    return inputs, ctec.parse_args(flags)
+
+
+def main(inputs, args):
     if not args.env.startswith("point") or args.future_state != "full":
         ctec.fail("benchmarks/inputs.py: for point mazes and --future-state full")
     ctec.sample_futures = functools.partial(sample_changed_futures, inputs)
@@ -123,4 +126,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*parse_args(sys.argv[1:]))
