@@ -104,7 +104,10 @@ def places_beside_walls(env, count, rng):
     of the maze."""
     places = []
     while len(places) < count:
-        place = rng.choice(env.walls) + rng.uniform(-1, 1, 2) * 0.75 * env.cell
+        offset = rng.uniform(-0.75, 0.75, 2)
+        if len(places) % 2:  # every other one near a corner of the wall
+            offset = np.sign(offset) * rng.uniform(0.25, 0.75, 2)
+        place = rng.choice(env.walls) + offset * env.cell
         if np.abs(place - env.walls).max(axis=1).min() > env.cell / 2:  # in no wall
             places.append(place)
     return np.array(places)
@@ -114,7 +117,7 @@ def random_poses(env, places, rng):
     """(n, q size) with any heading, a slight tilt, and joints anywhere in the inner 70% of their ranges."""
     q = np.tile(np.asarray(env.sys.init_q), (len(places), 1))
     q[:, :2] = places
-    q[:, 2] = rng.uniform(*env.healthy, len(q))
+    q[:, 2] = rng.uniform(np.mean(env.healthy), env.healthy[1], len(q))
     heading = rng.uniform(0, 2 * np.pi, len(q))
     q[:, 3] = np.cos(heading / 2)
     q[:, 6] = np.sin(heading / 2)
@@ -155,7 +158,8 @@ def test_contacts_are_those_of_the_whole_maze(name):
     assert (walls[possible] == 1).sum() >= 50 and (walls[possible] >= 2).sum() >= 5
     np.testing.assert_array_equal(our_walls[possible], walls[possible])
     for i in np.flatnonzero(possible):
-        np.testing.assert_allclose(ours[i], expected[i], atol=1e-4)
+        deepest = expected[i][: env.broad_phase["contact_points"]]
+        np.testing.assert_allclose(ours[i], deepest, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["ant_hardest_maze", "humanoid_large_maze"])
