@@ -81,13 +81,14 @@ def test_humanoid_follows_the_recordings():
 
 
 def test_arm_follows_the_recordings():
-    """To the last digits until the fingers touch the cube. Then rounding grows; but in episodes 3 and 5 the hand
-    carries the cube 16 and 7 cm away, and ours stays beside it."""
+    """To the last digits until the fingers touch the cube. Then rounding grows, by how much depends on the processor
+    (2.6 and 3.1 cm were seen); but in episodes 3 and 5 the hand carries the cube 16 and 7 cm away, and ours stays
+    beside it: a cube that is left behind misses by all of that."""
     tolerances = {("q", (0, 16)): 1e-3, ("obs", (0, 18)): 1e-3}
     ours = assert_follows("arm_binpick_hard", tolerances, steps=(40, 40, 40, 22, 13, 29))["obs"][[3, 5], :, :3]
     cube = recorded("arm_binpick_hard")["obs"][[3, 5], :, :3]
     assert (np.linalg.norm(cube[:, -1] - cube[:, 10], axis=-1) > 0.07).all()
-    assert np.linalg.norm(ours - cube, axis=-1).max() < 0.03
+    assert np.linalg.norm(ours - cube, axis=-1).max() < 0.05
 
 
 BRAX_MAZES = [name for name in ENVS if name.startswith(("ant", "humanoid"))]
