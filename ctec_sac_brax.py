@@ -228,7 +228,8 @@ def l1_similarity(phi, psi):
         phi, psi = feature  # (B,), (B,)
         return similarity - jnp.abs(phi[:, None] - psi), None
 
-    return jax.lax.scan(subtract, jnp.zeros((len(phi), len(psi))), (phi.T, psi.T))[0]
+    unroll = 1 if jax.default_backend() == "cpu" else 8  # an eighth of the kernels; a CPU is slower with it
+    return jax.lax.scan(subtract, jnp.zeros((len(phi), len(psi))), (phi.T, psi.T), unroll=unroll)[0]
 
 
 def weighted_mean(x, weight):
@@ -248,13 +249,12 @@ def contrastive_loss(params, args, batch):
     tau = jnp.exp(params["log_tau"])
     logits = l1_similarity(phi, psi) / tau  # (B, B), row i: state-action i against every future
     loss = infonce(logits, batch.weight, args.logsumexp_penalty)
-    rows = len(logits)
     positive = jnp.diag(logits)
     metrics = {
         "contrastive_loss": loss,
-        "accuracy": weighted_mean(jnp.argmax(logits, axis=1) == jnp.arange(rows), batch.weight),
+        "accuracy": weighted_mean(jnp.argmax(logits, axis=1) == jnp.arange(len(logits)), batch.weight),
         "logits_positive": weighted_mean(positive, batch.weight),
-        "logits_negative": (jnp.sum(logits) - jnp.sum(positive)) / (rows * (rows - 1)),
+        "logits_negative": (jnp.sum(logits) - jnp.sum(positive)) / (logits.size - len(logits)),
         "logsumexp": weighted_mean(jax.nn.logsumexp(logits, axis=1), batch.weight),
         "tau": tau,
         "phi_variance": jnp.mean(jnp.var(phi, axis=0)),
@@ -464,8 +464,8 @@ class TrainState:
 def update(args, env, replay, agent, model, key):
     """One gradient step of everything. The reward comes from the encoders as they are before their step."""
     key_batch, key_future, key_sac = jax.random.split(key, 3)
-    batch = sample_batch(key_batch, args, replay)
-    pairs = sample_futures(key_future, args, env, replay, batch)
+    batch = on_each_device(sample_batch, key_batch, args, replay)
+    pairs = on_each_device(sample_futures, key_future, args, env, replay, batch)
     reward = intrinsic_reward(model.params, args, pairs)
     model, metrics = gradient_update(contrastive_loss, model, optax.adam(args.learning_rate), args, pairs)
     agent, sac_metrics = update_sac(args, env, agent, batch, reward, key_sac)
@@ -496,7 +496,7 @@ def train_iteration(args, env, state):
     (agent, model), metrics = jax.lax.cond(enough, learn, wait, (state.agent, state.model))
     metrics |= coverage_metrics(state.coverage) | {"replay_entropy": replay_entropy(env, state.replay)}
     metrics["parameter_norm"] = optax.global_norm((model.params, agent.actor.params, agent.critic.params))
-    return state.replace(agent=agent, model=model), metrics, frames
+    return split_over_devices(state.replace(agent=agent, model=model)), metrics, frames
 
 
 # ----------------------------------------------------------------------------------------------- initial state
@@ -543,7 +543,46 @@ def init_state(args, env):
 
 
 # ==================================================================================================== appendix
-# What a reader of the method does not need: coverage, environments, the run's folder, pictures, and main.
+# What a reader of the method does not need: devices, coverage, environments, the run's folder, pictures, and main.
+
+
+# ----------------------------------------------------------------------------------------------------- devices
+def device_mesh():
+    return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def partition(tree):
+    """How arrays of environments (N, ...) or of a replay (T, N, ...) are split over the devices."""
+    axes = (None, "envs") if isinstance(tree, Replay) else ("envs",)
+    return jax.tree.map(lambda x: jax.P(*axes[: x.ndim]), tree)
+
+
+def on_each_device(sample, key, args, *inputs):
+    """sample(key, args, *inputs). On several devices each one samples its share of the rows from its own environments:
+    rows of any environment would have the whole replay sent around."""
+    devices = jax.device_count()
+    if devices == 1:
+        return sample(key, args, *inputs)
+    share = dataclasses.replace(args, num_envs=args.num_envs // devices, batch_size=args.batch_size // devices)
+    static = [x for x in inputs if not dataclasses.is_dataclass(x)]  # the environment
+    split = [x for x in inputs if dataclasses.is_dataclass(x)]  # replay and batch
+
+    def sample_share(key, *split):
+        return sample(jax.random.fold_in(key, jax.lax.axis_index("envs")), share, *static, *split)
+
+    specs = (jax.P(), *(partition(x) for x in split))
+    return jax.shard_map(sample_share, mesh=device_mesh(), in_specs=specs, out_specs=jax.P("envs"))(key, *split)
+
+
+def split_over_devices(state):
+    """Environments and replay are split over the devices; everything else is copied to all of them."""
+    if jax.device_count() == 1:
+        return state
+    specs = jax.tree.map(lambda _: jax.P(), state)
+    specs = specs.replace(env=partition(state.env), episode_step=jax.P("envs"), replay=partition(state.replay))
+    mesh = device_mesh()
+    place = lambda x, spec: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, spec))
+    return jax.tree.map(place, state, specs)
 
 
 # ---------------------------------------------------------------------------------------------------- coverage
@@ -1317,6 +1356,10 @@ def check_args(args):
         fail(f"--multiplier {args.multiplier}: it must be at most 1000")
     if not 2 <= max(args.unroll_length, args.learning_starts) < args.replay_size:
         fail(f"--replay-size {args.replay_size}: it must be above --unroll-length and --learning-starts")
+    devices = jax.device_count()
+    if args.num_envs % devices or args.batch_size % devices:
+        sizes = f"--num-envs {args.num_envs} and --batch-size {args.batch_size}"
+        fail(f"{sizes}: both must be multiples of the {devices} devices")
 
 
 def finish(env, folder, row):
@@ -1335,7 +1378,10 @@ def main(args):
     init = functools.partial(init_state, args, env)
     template = jax.eval_shape(init)
     buffers = f"replay buffer {nbytes(template.replay) / 1e6:,.0f} MB"
+    if jax.device_count() > 1:
+        buffers += f" over {jax.device_count()} devices"
     folder, state, seconds = start_run(args, init, template, buffers)
+    state = split_over_devices(state)
     maps = load_reward_maps(folder, int(state.iteration) * args.steps_per_iteration)
     frames = collections.deque(maxlen=math.ceil(args.episode_length / args.unroll_length))
     iterate = compile_iteration(args, env, state)

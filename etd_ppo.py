@@ -1,10 +1,10 @@
 """ETD and C-TeC with the same PPO, on the point, ant and humanoid mazes, on the Panda arm and on Craftax-Classic.
 
 ETD (Jiang et al., "Episodic Novelty Through Temporal Distance", ICLR 2025) learns by InfoNCE how many steps lie between
-two states, as a quasimetric d(x, y), and rewards the distance of the new state from the nearest one of its episode so
-far: go where you have not been in this episode. C-TeC (Mohamed et al., "Temporal Representations for Exploration", ICLR
-2026) rewards |phi(s, a) - psi(s_f)| to a sampled future: go where your future is hard to predict. Both have the same
-PPO and no task reward (the paper's comparison); success is the number of places visited, or of achievements unlocked.
+two states, as a quasimetric d(x, y), and rewards the distance of the new state from the nearest one of its episode: go
+where you have not been in this episode. C-TeC (Mohamed et al., "Temporal Representations for Exploration", ICLR 2026)
+rewards |phi(s, a) - psi(s_f)| to a sampled future: go where your future is hard to predict. Both have one PPO and no
+task reward; success is the number of places visited, or of achievements unlocked.
 
 One iteration:
 
@@ -248,10 +248,11 @@ def mrn_pairs(x, y):
     largest = jax.lax.stop_gradient(jnp.max(nn.relu(x1[:, None] - y1), axis=-1))
     add_largest = lambda total, difference: total + jnp.where(difference == largest, difference, 0.0)
     add_square = lambda total, difference: total + difference**2
+    unroll = 1 if jax.default_backend() == "cpu" else 8
 
     def over_features(add, x, y):
         step = jax.checkpoint(lambda total, feature: (add(total, feature[0][:, None] - feature[1]), None))
-        return jax.lax.scan(step, jnp.zeros_like(largest), (x.T, y.T))[0]
+        return jax.lax.scan(step, jnp.zeros_like(largest), (x.T, y.T), unroll=unroll)[0]
 
     return over_features(add_largest, x1, y1) + jnp.sqrt(over_features(add_square, x2, y2) + 1e-8)
 
@@ -347,7 +348,8 @@ def l1_similarity(phi, psi):
         phi, psi = feature  # (B,), (B,)
         return similarity - jnp.abs(phi[:, None] - psi), None
 
-    return jax.lax.scan(subtract, jnp.zeros((len(phi), len(psi))), (phi.T, psi.T))[0]
+    unroll = 1 if jax.default_backend() == "cpu" else 8  # an eighth of the kernels; a CPU is slower with it
+    return jax.lax.scan(subtract, jnp.zeros((len(phi), len(psi))), (phi.T, psi.T), unroll=unroll)[0]
 
 
 def l2_similarity(phi, psi):
@@ -556,13 +558,12 @@ def collect(args, env, state, key):
         return carry, (transition, index, episode_step + 1, env.frame(after.physics))
 
     keys = jax.random.split(key_actions, args.num_steps)
-    first = (state.env, state.episode_step)
-    (env_state, episode_step), (rollout, index, length, frames) = jax.lax.scan(step, first, keys)
+    (now, episode_step), (rollout, index, length, frames) = jax.lax.scan(step, (state.env, state.episode_step), keys)
     if env.grid_shape:
         success = mark_visited(state.success, index)
     else:  # a frame of Craftax holds the achievements
         success = insert_episodes(state.success, rollout.done, frames, length, jnp.zeros(length.shape))
-    return state.replace(env=env_state, episode_step=episode_step, success=success), rollout, frames
+    return state.replace(env=now, episode_step=episode_step, success=success), rollout, frames
 
 
 # ---------------------------------------------------------------------------------------------------- training
@@ -616,8 +617,7 @@ def update(args, env, state, rollout, key):
             agent, model = models
             obs = flat(states)[rows]
             anchor = obs if args.bonus == "etd" else jnp.concatenate([obs, flat(action)[rows]], axis=-1)
-            has_future = (flat(left)[rows] > 0).astype(jnp.float32)
-            pairs = Pairs(anchor, flat(states)[future[rows]], has_future)
+            pairs = Pairs(anchor, flat(states)[future[rows]], (flat(left)[rows] > 0).astype(jnp.float32))
             model, metrics = gradient_update(contrastive_loss, model, optimizer, args, pairs)
             batch, batch_advantage = jax.tree.map(lambda x: x[rows], steps)
             batch = batch.replace(obs=obs)

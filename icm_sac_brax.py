@@ -391,7 +391,7 @@ class TrainState:
 def update(args, env, replay, agent, model, key):
     """One gradient step of everything. The reward comes from the models as they are before their step."""
     key_batch, key_sac = jax.random.split(key)
-    batch = sample_batch(key_batch, args, replay)
+    batch = on_each_device(sample_batch, key_batch, args, replay)
     reward = intrinsic_reward(model.params, args, batch)
     if args.scale_reward:
         reward = unit_deviation(reward, batch.has_next)
@@ -423,7 +423,7 @@ def train_iteration(args, env, state):
     (agent, model), metrics = jax.lax.cond(enough, learn, wait, (state.agent, state.model))
     metrics |= coverage_metrics(state.coverage) | {"replay_entropy": replay_entropy(env, state.replay)}
     metrics["parameter_norm"] = optax.global_norm((model.params, agent.actor.params, agent.critic.params))
-    return state.replace(agent=agent, model=model), metrics, frames
+    return split_over_devices(state.replace(agent=agent, model=model)), metrics, frames
 
 
 # ----------------------------------------------------------------------------------------------- initial state
@@ -471,7 +471,46 @@ def init_state(args, env):
 
 
 # ==================================================================================================== appendix
-# What a reader of the method does not need: coverage, environments, the run's folder, pictures, and main.
+# What a reader of the method does not need: devices, coverage, environments, the run's folder, pictures, and main.
+
+
+# ----------------------------------------------------------------------------------------------------- devices
+def device_mesh():
+    return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def partition(tree):
+    """How arrays of environments (N, ...) or of a replay (T, N, ...) are split over the devices."""
+    axes = (None, "envs") if isinstance(tree, Replay) else ("envs",)
+    return jax.tree.map(lambda x: jax.P(*axes[: x.ndim]), tree)
+
+
+def on_each_device(sample, key, args, *inputs):
+    """sample(key, args, *inputs). On several devices each one samples its share of the rows from its own environments:
+    rows of any environment would have the whole replay sent around."""
+    devices = jax.device_count()
+    if devices == 1:
+        return sample(key, args, *inputs)
+    share = dataclasses.replace(args, num_envs=args.num_envs // devices, batch_size=args.batch_size // devices)
+    static = [x for x in inputs if not dataclasses.is_dataclass(x)]  # the environment
+    split = [x for x in inputs if dataclasses.is_dataclass(x)]  # replay and batch
+
+    def sample_share(key, *split):
+        return sample(jax.random.fold_in(key, jax.lax.axis_index("envs")), share, *static, *split)
+
+    specs = (jax.P(), *(partition(x) for x in split))
+    return jax.shard_map(sample_share, mesh=device_mesh(), in_specs=specs, out_specs=jax.P("envs"))(key, *split)
+
+
+def split_over_devices(state):
+    """Environments and replay are split over the devices; everything else is copied to all of them."""
+    if jax.device_count() == 1:
+        return state
+    specs = jax.tree.map(lambda _: jax.P(), state)
+    specs = specs.replace(env=partition(state.env), episode_step=jax.P("envs"), replay=partition(state.replay))
+    mesh = device_mesh()
+    place = lambda x, spec: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, spec))
+    return jax.tree.map(place, state, specs)
 
 
 # ---------------------------------------------------------------------------------------------------- coverage
@@ -1207,6 +1246,10 @@ def check_args(args):
         fail(f"--multiplier {args.multiplier}: it must be at most 1000")
     if not 2 <= max(args.unroll_length, args.learning_starts) < args.replay_size:
         fail(f"--replay-size {args.replay_size}: it must be above --unroll-length and --learning-starts")
+    devices = jax.device_count()
+    if args.num_envs % devices or args.batch_size % devices:
+        sizes = f"--num-envs {args.num_envs} and --batch-size {args.batch_size}"
+        fail(f"{sizes}: both must be multiples of the {devices} devices")
 
 
 def finish(env, folder, row):
@@ -1225,7 +1268,10 @@ def main(args):
     init = functools.partial(init_state, args, env)
     template = jax.eval_shape(init)
     buffers = f"replay buffer {nbytes(template.replay) / 1e6:,.0f} MB"
+    if jax.device_count() > 1:
+        buffers += f" over {jax.device_count()} devices"
     folder, state, seconds = start_run(args, init, template, buffers)
+    state = split_over_devices(state)
     frames = collections.deque(maxlen=math.ceil(args.episode_length / args.unroll_length))
     iterate = compile_iteration(args, env, state)
     for state, row, frame in iterations(args, folder, state, seconds, iterate):

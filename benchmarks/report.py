@@ -4,6 +4,8 @@ A study is reproduce.py's Study; rows are the rows of its csv, as dictionaries o
 """
 
 import csv
+import dataclasses
+import math
 
 import matplotlib
 import numpy as np
@@ -14,6 +16,9 @@ METRICS = {  # metric: what the tables and axes call it, and how its numbers are
     "coverage": ("bins covered", "{:,.0f}"),
     "achievements": ("achievements unlocked in an episode", "{:,.2f}"),
     "steps_per_second": ("steps/s", "{:,.0f}"),
+    "coverage_share": ("share of the free cells covered", "{:.1%}"),
+    "at_tv_run": ("steps at the TV, whole run", "{:.1%}"),
+    "at_tv": ("steps at the TV, last rollout", "{:.1%}"),
 }
 ACHIEVEMENTS = """collect_wood place_table eat_cow collect_sapling collect_drink make_wood_pickaxe make_wood_sword
     place_plant defeat_zombie collect_stone place_stone eat_plant defeat_skeleton make_stone_pickaxe make_stone_sword
@@ -28,6 +33,7 @@ COLOURS = {  # one for each method, in every figure: Okabe and Ito's for colour-
     "C-TeC": "#0072B2",
     "C-TeC goal": "#56B4E9",
     "C-TeC unit": "#332288",
+    "C-TeC batch": "#88CCEE",
     "APT": "#D55E00",
     "APT unit": "#F0A070",
     "APT fast": "#A04000",
@@ -165,6 +171,7 @@ def table(study, rows, env):
     with_speed = study.metric != "steps_per_second" and any(speeds.values())
     with_early = study.early and has_curves(study, rows)
     header += [f"after {study.early / 1e6:g}M steps", "mean over the run"] if with_early else []
+    header += [METRICS[metric][0] for metric in study.also]
     header += ["steps/s"] if with_speed else []
     text = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for label, method, by_seed in lines:
@@ -181,6 +188,9 @@ def table(study, rows, env):
             found = curves(rows, env, method.label, study.metric)
             for by_seed in (values_at(found, study.early), means_over_run(found)):
                 cells += [mean_and_error(write, list(by_seed.values()))]
+        for metric in study.also:
+            found = values_at(curves(rows, env, method.label, metric))
+            cells += [mean_and_error(METRICS[metric][1].format, list(found.values()))]
         if with_speed:
             cells += [f"{np.median(list(speeds[label].values())):,.0f}" if speeds[label] else ""]
         text.append("| " + " | ".join(cells) + " |")
@@ -214,6 +224,19 @@ def table_of_all(study, rows):
     return text
 
 
+def table_between_envs(study, rows):
+    """Markdown lines: each method's values in the first environment minus those in the second."""
+    words, form = METRICS[study.metric]
+    first, second = [{label: np.array(list(values.values())) for label, _, values in entries(study, rows, env)}
+                     for env in study.envs[:2]]  # fmt: skip
+    text = [f"| {words} | `{study.envs[0]}` | `{study.envs[1]}` | difference |", "|---|---|---|---|"]
+    for label in first:
+        if label in second:
+            means = [mean_and_error(form.format, values[label]) for values in (first, second)]
+            text.append(f"| {label} | {' | '.join(means)} | {difference(form.format, first[label], second[label])} |")
+    return text if len(text) > 2 else []
+
+
 def expected(study):
     unit = "core" if study.device == "cpu" else "GPU"
     return f"{study.hours:,.0f} {unit} hours" if study.hours >= 10 else f"{study.hours:.2g} {unit} hours"
@@ -230,6 +253,7 @@ def section(name, study, rows):
     blocks = [f"`{command}` ({count} runs, expected {expected(study)}). {study.note}".strip()]
     blocks += ["\n".join(lines) for env in study.envs if (lines := table(study, rows, env))]
     blocks += ["\n".join(lines) for lines in [table_of_all(study, rows)] if lines]
+    blocks += ["\n".join(lines) for lines in [table_between_envs(study, rows)] if lines] if study.between_envs else []
     blocks += [f"![{name}]({picture})" for picture in pictures(name, study, rows)]
     blocks += [f"Data: [`results/{name}.csv`](../results/{name}.csv), {recorded} of {count} runs; {machines}."]
     versions = {}
@@ -332,6 +356,21 @@ def draw_finals(axes, study, rows, env):
     axes.xaxis.set_major_formatter("{x:,g}")
 
 
+def draw_families(figure, study, rows, env):
+    """A panel of bars for each family of methods, with the study's first method on top of each."""
+    families = list(dict.fromkeys(method.family for method in study.methods if method.family))
+    panels = figure.subplots(math.ceil(len(families) / 2), 2, sharex=True)
+    for axes in panels.flat[len(families) :]:
+        axes.remove()
+    for axes, family in zip(panels.flat, families):
+        first, *others = study.methods
+        members = (first, *(method for method in others if method.family == family))
+        draw_finals(axes, dataclasses.replace(study, methods=members), rows, env)
+        axes.set_title(family)
+        axes.set_xlabel("")
+    figure.supxlabel(METRICS[study.metric][0], fontsize=9)
+
+
 def draw_rates(figure, study, rows):
     """How many of the last episodes unlocked each achievement: a bar for each method, a dot for each seed."""
     labels = [method.label for method in study.methods]
@@ -389,6 +428,11 @@ def draw(name, study, rows, folder):
             if picture.endswith("_correlations.png"):
                 figure = Figure((9, 3.2), layout="constrained")
                 draw_correlations(figure, study, rows)
+                figure.savefig(folder / picture)
+                continue
+            if "families" in study.pictures:
+                figure = Figure((8, 9), layout="constrained")
+                draw_families(figure, study, rows, *envs)
                 figure.savefig(folder / picture)
                 continue
             if picture.endswith("_rates.png"):

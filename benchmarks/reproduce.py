@@ -43,6 +43,12 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent  # where the scripts are
 CHECKPOINT = "checkpoint.npz"
 POINTS = 100  # of each learning curve that are kept in results/
+KINDS = (
+    "rates",
+    "correlations",
+    "maps",
+    "visits",
+)  # of pictures that have a file of their own, docs/<study>_<kind>.png
 
 
 # ------------------------------------------------------------------------------------------------------ studies
@@ -60,11 +66,14 @@ class Method:
     encoders see. speed: benchmarks/speed.py measures it"""
     inputs: str = ""
     """flags of benchmarks/inputs.py"""
+    family: str = ""
+    """title of the panel that it stands in, in the picture `families`"""
 
     @property
     def env(self):
         words = self.flags.split()
-        return words[words.index("--env") + 1]
+        name = words[words.index("--env") + 1]
+        return f"{name}_off" if "--no-tv" in words else name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +86,18 @@ class Study:
     """column of metrics.csv"""
     pictures: tuple[str, ...] = ("curves", "finals")
     """curves: learning curves. finals: bars of the last values. rates: bars of the 22 achievements. correlations: what
-    the reward goes with. maps: the first seed's reward maps of the first two methods"""
+    the reward goes with. maps: the first seed's reward maps of the first two methods. families: bars of the last
+    values, a panel for each family of methods. visits: the first seed's heat maps"""
     device: Literal["cpu", "gpu"] = "cpu"
     """what the sizes are for; the hours are this device's"""
     early: int = 0
     """the table also has the values after so many steps and the means over the runs, which are areas under curves"""
     at_steps: tuple[int, ...] = ()
     """the table's rows are the values after these steps, instead of the last ones"""
+    also: tuple[str, ...] = ()
+    """further columns of metrics.csv whose last values stand in the table"""
+    between_envs: bool = False
+    """one more table: each method in the first environment against the second"""
     note: str = ""
     """what a reader of the table should know"""
     on_page: bool = True
@@ -104,6 +118,7 @@ def on_maze(env):
 
 MAZE = on_maze("point_hardest_maze")
 CRAFTAX = "--env craftax_classic --preset laptop"
+NOISY_TV = "--env noisy_tv --preset laptop"
 RANDOM_CRAFTAX = Method("random", "random_craftax", f"{CRAFTAX} --total-timesteps 409600", 0.03)
 ANT_ONE_CORE = "--env ant_hardest_maze --num-envs 64 --batch-size 64 --encoder-width 256 --replay-size 1100"
 TINY = """--env point_u_maze --num-envs 8 --unroll-length 16 --episode-length 33 --replay-size 64 --learning-starts 32
@@ -115,8 +130,8 @@ PAPER = dict(seeds=(1, 2, 3, 4, 5), device="gpu")
 ON_CRAFTAX = dict(metric="achievements", pictures=("curves", "finals", "rates"))
 
 
-def race(env, seeds):
-    """All methods with SAC on a point maze."""
+def race(env, seeds, without=()):
+    """All methods with SAC on a point maze, but for these rows."""
     flags = on_maze(env)
     methods = (
         Method("C-TeC", "ctec_sac_brax", flags, 0.02),
@@ -135,6 +150,7 @@ def race(env, seeds):
     )
     note += "the reward, as in the paper's text; without it, each feature has unit length over the batch, as released. "
     note += "`fast`: a step size of 1e-3, the best of APT's three settings on seeds 1-3 ([tuning](tuning.md))."
+    methods = tuple(method for method in methods if method.label not in without)
     return Study(f"The race on {env}, laptop scale", methods, seeds, early=500_000, note=note)
 
 
@@ -151,10 +167,50 @@ def paper_coverage(env):
     return Study(f"The paper's coverage curves: {env}", methods, **PAPER)
 
 
+ABLATIONS = {  # family: {row: flags of ctec_ablations_sac_brax.py}
+    "loss": {name: f"--loss {name}" for name in ("symmetric_infonce", "nce", "flatnce", "fb")},
+    "similarity": {name: f"--similarity {name}" for name in ("l2", "l2_squared", "dot")},
+    "critic, 64 wide": {
+        "separable": "--encoder-width 64",
+        "monolithic": "--encoder-width 64 --critic monolithic",
+    },
+    "unit length in the reward": {
+        "of rows": "--reward-features unit",
+        "none, nor in the loss": "--reward-features none",
+    },
+    "direction of the KL": {"forward": "--reward-kl forward"},
+    "sampling of futures": {
+        "uniform": "--future-sampling uniform",
+        "gamma_cl from 0.9": "--gamma-cl-start 0.9",
+        "gamma_cl from 0.1": "--gamma-cl-start 0.1",
+    },
+    "discount of futures": {f"gamma_cl {gamma}": f"--gamma-cl {gamma}" for gamma in (0.3, 0.5, 0.9)},
+    "temperature": {f"tau {tau}": f"--tau {tau}" for tau in (0.1, 1, 10)},
+    "in-episode negatives": {f"repetition {factor}": f"--repetition-factor {factor}" for factor in (2, 8, 32)},
+    "what psi sees": {"position only": "--future-state goal"},
+}
+
+
+def ablations():
+    """A row for each value of each flag, the other flags at their defaults."""
+    methods = [Method("C-TeC", "ctec_ablations_sac_brax", MAZE, 0.025)]
+    for family, variants in ABLATIONS.items():
+        for label, flags in variants.items():
+            hours = 0.1 if "monolithic" in flags else 0.025
+            methods += [Method(label, "ctec_ablations_sac_brax", f"{MAZE} {flags}", hours, family=family)]
+    return Study(
+        "Every ablation of C-TeC on point_hardest_maze, laptop scale",
+        tuple(methods),
+        seeds=(11, 12, 13, 14, 15),
+        pictures=("families",),
+        note="Beside the paper's findings: [ablations](ctec_ablations_sac_brax.md#results).",
+    )
+
+
 STUDIES = {
     "race": race("point_hardest_maze", (11, 12, 13, 14, 15, 16, 17, 18, 19, 20)),
-    "race_large": race("point_large_maze", (11, 12, 13, 14, 15)),
-    "race_u": race("point_u_maze", (11, 12, 13, 14, 15)),
+    "race_large": race("point_large_maze", (11, 12, 13, 14, 15), without=("APT", "APT unit")),
+    "race_u": race("point_u_maze", (11, 12, 13, 14, 15), without=("APT", "APT unit")),
     "why": Study(
         "Why it explores: what the encoders see, and what the reward goes with",
         tuple(
@@ -172,6 +228,7 @@ STUDIES = {
         pictures=("curves", "finals", "correlations", "maps"),
         note="See [why it explores](why_it_explores.md).",
     ),
+    "ablations": ablations(),
     "race_craftax": Study(
         "The race on Craftax-Classic, laptop scale",
         (
@@ -200,11 +257,38 @@ STUDIES = {
         "ETD against C-TeC on Craftax-Classic, laptop scale",
         (
             Method("C-TeC", "etd_ppo", f"{CRAFTAX} --total-timesteps 500000 --bonus ctec", 0.1),
+            Method(
+                "C-TeC batch",
+                "etd_ppo",
+                f"{CRAFTAX} --total-timesteps 500000 --bonus ctec --reward-features batch",
+                0.1,
+            ),
             Method("ETD", "etd_ppo", f"{CRAFTAX} --total-timesteps 500000 --bonus etd", 0.1),
             RANDOM_CRAFTAX,
         ),
-        seeds=(11, 12),
+        seeds=(11, 12, 13),
+        note="C-TeC's reward has rows of unit length here, as released; `batch`: each feature has it over the rollout.",
         **ON_CRAFTAX,
+    ),
+    "noisy_tv": Study(
+        "C-TeC and others in front of a noisy TV, laptop scale",
+        tuple(
+            Method(label, "ctec_ppo_noisy_tv", f"{NOISY_TV} --bonus {bonus}{off}", hours)
+            for off in ("", " --no-tv")
+            for label, bonus, hours in (
+                ("C-TeC", "ctec", 0.03),
+                ("RND", "rnd", 0.02),
+                ("forward model", "forward_error", 0.02),
+                ("no bonus", "none", 0.005),
+            )
+        ),
+        seeds=(11, 12, 13, 14, 15),
+        metric="coverage_share",
+        pictures=("curves", "finals", "visits"),
+        also=("at_tv_run", "at_tv"),
+        between_envs=True,
+        note='`noisy_tv_off` is the same grid without the noise; "at the TV" is then the place where it would be. PPO, '
+        "networks and standardisation are the same; the bonus differs. See [the script's page](ctec_ppo_noisy_tv.md).",
     ),
     "speed": Study(
         "Speed of training on one core",
@@ -744,6 +828,7 @@ def result_rows(name, study, run):
     chosen = np.unique(np.minimum(np.searchsorted(steps, wanted), len(steps) - 1))  # the first row at or after each
     rows = [known | {"metric": study.metric, "step": steps[i], "value": table[i][study.metric]} for i in chosen]
     last = {"steps_per_second": np.median([float(row["steps_per_second"]) for row in table])}
+    last |= {metric: table[-1][metric] for metric in study.also}
     if "correlations" in study.pictures:
         with open(run.folder / "correlations.csv") as file:
             moments = {row.pop("steps"): row for row in csv.DictReader(file)}  # a resumed run may repeat one
@@ -793,6 +878,35 @@ def draw_reward_maps(path, runs):
     figure.savefig(path, dpi=130)
 
 
+def draw_visit_maps(path, runs):
+    """A row of heat maps for each environment, a column for each method, from the visits.npz of finished runs."""
+    sys.path.insert(0, str(ROOT))
+    script = importlib.import_module(runs[0].method.script)
+    envs = list(dict.fromkeys(run.method.env for run in runs))
+    labels = list(dict.fromkeys(run.method.label for run in runs))
+    folders = {(run.method.env, run.method.label): run.script_folder("visits.npz") for run in runs if run.finished}
+    if len(folders) < len(runs):
+        return
+    images = []
+    figure = Figure((2.6 * len(labels), 2.9 * len(envs)), layout="constrained")
+    panels = figure.subplots(len(envs), len(labels), squeeze=False)
+    for (name, label), folder in folders.items():
+        axes = panels[envs.index(name), labels.index(label)]
+        settings = json.loads((folder / "args.json").read_text())
+        env = script.make_noisy_tv(script.Args(**settings))
+        visits = np.load(folder / "visits.npz")["visits"]
+        share = np.sum(visits > 0) / env.free_cells
+        title = f"{label}, TV {'on' if settings['tv'] else 'off'}: {share:.0%}"
+        images.append(script.draw_visits(axes, env, title, visits))
+        axes.title.set_fontsize(9)
+    largest = max(image.norm.vmax for image in images)
+    for image in images:
+        image.set_clim(1, largest)  # one scale for all
+    figure.colorbar(images[0], ax=panels, shrink=0.6, label="visits")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
 # --------------------------------------------------------------------------------------------------------- main
 def print_list(args):
     for name, study in STUDIES.items():
@@ -800,7 +914,7 @@ def print_list(args):
         recorded = len({run_key(row) for row in read_csv(args.results_dir / f"{name}.csv")})
         files = [f"results/{name}.csv"]
         files += [f"docs/{name}.png"] if study.pictures else []
-        files += [f"docs/{name}_{kind}.png" for kind in ("rates", "correlations", "maps") if kind in study.pictures]
+        files += [f"docs/{name}_{kind}.png" for kind in KINDS if kind in study.pictures]
         print(f"{name:24}{study.title}")
         print(f"{'':24}{count} runs ({recorded} recorded), {expected(study)}; writes {', '.join(files)}\n")
 
@@ -873,6 +987,8 @@ def main(args):
             write_results(args.results_dir / f"{name}.csv", name, study, runs[name])
         if "maps" in study.pictures:
             draw_reward_maps(args.docs_dir / f"{name}_maps.png", runs[name][: len(study.methods)][:2])
+        if "visits" in study.pictures:
+            draw_visit_maps(args.docs_dir / f"{name}_visits.png", runs[name][: len(study.methods)])
     show(args, names)
     if unfinished and args.launcher == "local":
         print(f"failed: {', '.join(unfinished)}", file=sys.stderr)

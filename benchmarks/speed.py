@@ -155,6 +155,30 @@ def etd(script, args, env):
     print_parts(parts)
 
 
+def noisy_tv(script, args, env):
+    """The environment alone (random actions, visits counted, no resets), and training."""
+    script.check_tv_args(args)
+    shape = (args.num_steps, args.num_envs)
+
+    @jax.jit
+    def unroll(state, key):
+        key_actions, key_tv = jax.random.split(key)
+        actions = jax.random.randint(key_actions, shape, 0, env.num_actions)
+
+        def step(now, inputs):
+            action, colours = inputs
+            cell = env.move(now.cell, action)
+            obs = env.observe(cell, colours)
+            return script.Walkers(cell, obs, now.episode_step), (cell, jnp.sum(obs))  # so that every view is computed
+
+        walkers, (cells, sums) = jax.lax.scan(step, state.walkers, (actions, env.draw_colours(key_tv, shape)))
+        return walkers, sums, script.count_visits(state.visits, cells)
+
+    seconds = fastest(unroll, script.init_state(args, env), jax.random.PRNGKey(0), repeats=20)
+    print(f"environment only    {args.steps_per_iteration / seconds:12,.0f} steps/s")
+    time_iterations(script, args, env)
+
+
 def random_play(script, args, env):
     script.check_numbers(args)
     time_iterations(script, args, env)
@@ -163,12 +187,12 @@ def random_play(script, args, env):
 def main(name, argv):
     script = importlib.import_module(name)
     args = script.parse_args(argv)
-    make = next(getattr(script, make) for make in ("make_any_env", "make_env", "make_craftax") if hasattr(script, make))
-    env = make() if make.__name__ == "make_craftax" else make(args.env)
+    makers = {"make_any_env": (args.env,), "make_env": (args.env,), "make_craftax": (), "make_noisy_tv": (args,)}
+    env = next(getattr(script, make)(*inputs) for make, inputs in makers.items() if hasattr(script, make))
     device = jax.devices()[0]
     print(f"{name} {args.env} on {device.platform} ({device.device_kind}), {args.num_envs} envs")
-    families = {"random": random_play, "etd": etd}
-    measure = families.get(name.split("_")[0]) or (craftax if name.endswith("craftax") else sac)
+    families = {"random": random_play, "etd": etd, "ctec_ppo_noisy_tv": noisy_tv}
+    measure = families.get(name) or families.get(name.split("_")[0]) or (craftax if name.endswith("craftax") else sac)
     measure(script, args, env)
 
 

@@ -13,7 +13,7 @@ from helpers import ROOT, SCRIPTS
 DIFFERENT = {"Args", "TrainState", "main", "PRESETS", "PAPER", "METRICS", "init_state"}
 # one name in every script, the same argument names within a family, and a body of its own
 CONCEPTS = {"encode", "contrastive_loss", "model_loss", "intrinsic_reward", "collect", "update", "train_iteration",
-            "Rollout"}  # fmt: skip
+            "Rollout", "action_distribution"}  # fmt: skip
 FAMILIES = {"SAC": r"\w+_sac_brax", "recurrent PPO": r"\w+_ppo_(rnn_)?craftax"}
 # fields of Args to which the paper's tables give another number, or docstring, on Craftax
 OF_CRAFTAX = {"env", "total_timesteps", "num_envs", "learning_rate", "agent_width", "gamma", "encoder_width",
@@ -21,17 +21,29 @@ OF_CRAFTAX = {"env", "total_timesteps", "num_envs", "learning_rate", "agent_widt
 # those that ETD's paper, or a second family of environments in one file, changes
 OF_ETD = {"env", "num_steps", "episode_length", "update_epochs", "learning_rate", "max_grad_norm", "agent_width",
           "gamma", "gae_lambda", "gamma_cl", "logsumexp_penalty"}  # fmt: skip
+# those that have more values where they are taken apart
+OF_ABLATIONS = {"similarity", "reward_features"}
+# the noisy TV, for which the paper has no table, has ETD's PPO, C-TeC as on Craftax, and fields of its own
+OF_TV = {"env", "bonus", "total_timesteps", "episode_length"}
+TV_AS_ETD = {"num_steps", "update_epochs", "learning_rate", "max_grad_norm", "agent_width", "gamma", "gae_lambda"}
+TV_AS_CRAFTAX = {"encoder_width", "representation_size", "gamma_cl", "logsumexp_penalty"}
 # the titles of the banner comments, in their order
 BANNERS = ["arguments", "networks", "the method: .+", "SAC|PPO", "replay and rollout|rollout", "training",
-           "initial state", "appendix", "coverage|achievements|coverage and achievements", "environments",
+           "initial state", "appendix", "devices", "coverage|achievements|coverage and achievements", "environments",
            "run folder and checkpoint", "pictures", "main"]  # fmt: skip
-LEARNING = [path for path in SCRIPTS if not path.stem.startswith("random")]
+# a script that trains no network and has no checkpoint: titles of its own, no train_iteration, and a parse_args without
+# a preset and without --resume
+STUDIES = {"toy_mdps": ["arguments", "the method: .+", "policies: .+", "the studies", "appendix", "environments",
+                        "run folder", "pictures", "main"]}  # fmt: skip
+OF_STUDIES = {"parse_args"}
+LEARNING = [path for path in SCRIPTS if not path.stem.startswith("random") and path.stem not in STUDIES]
 by_name = dict(ids=lambda path: path.name)
 
 
 def last_line(path):
     """Where train_iteration must have ended."""
-    return 650 if path.stem.startswith("etd") else 560 if path.stem.endswith("craftax") else 500
+    long = path.stem.startswith(("etd", "ctec_ablations"))
+    return 650 if long else 560 if path.stem.endswith(("craftax", "tv")) else 500
 
 
 def top_level(path):
@@ -87,8 +99,10 @@ def differences(codes):
 
 
 def test_same_name_same_code():
-    exempt = DIFFERENT | CONCEPTS
-    codes = {path.name: {k: v for k, v in sources(path).items() if k not in exempt} for path in SCRIPTS}
+    codes = {}
+    for path in SCRIPTS:
+        exempt = DIFFERENT | CONCEPTS | (OF_STUDIES if path.stem in STUDIES else set())
+        codes[path.name] = {name: text for name, text in sources(path).items() if name not in exempt}
     found = differences(codes)
     assert not found, "\n\n".join(found)
 
@@ -116,7 +130,7 @@ def test_a_difference_is_found():
 def test_the_lists_are_no_longer_than_they_need_be():
     """Everything on them does differ somewhere, and the concepts exist."""
     everything = [sources(path) for path in SCRIPTS]
-    for name in DIFFERENT | CONCEPTS:
+    for name in DIFFERENT | CONCEPTS | OF_STUDIES:
         texts = [names[name] for names in everything if name in names]
         assert len(set(texts)) > 1, f"{name} is the same wherever it is: take it off the list"
     on_brax = args_fields(ROOT / "ctec_sac_brax.py") | args_fields(ROOT / "apt_sac_brax.py")
@@ -124,13 +138,26 @@ def test_the_lists_are_no_longer_than_they_need_be():
     of_etd = args_fields(ROOT / "etd_ppo.py")
     assert not [name for name in OF_CRAFTAX if on_craftax[name] == on_brax[name]]
     assert not [name for name in OF_ETD if of_etd[name] == (on_craftax | on_brax)[name]]
+    of_ablations = args_fields(ROOT / "ctec_ablations_sac_brax.py")
+    assert not [name for name in OF_ABLATIONS if of_ablations[name] == (of_etd | on_brax)[name]]
+    of_tv = args_fields(ROOT / "ctec_ppo_noisy_tv.py")
+    assert not [name for name in OF_TV if of_tv[name] in (on_craftax.get(name), on_brax.get(name), of_etd[name])]
+    assert TV_AS_ETD <= OF_ETD and TV_AS_CRAFTAX <= OF_CRAFTAX
+
+
+def special(path, name):
+    """Whether a field of Args has its meaning on Craftax, of ETD, of the noisy TV, or of the ablations."""
+    tv = path.stem.endswith("tv")
+    on_craftax = name in (TV_AS_CRAFTAX if tv else OF_CRAFTAX if "craftax" in path.stem else ())
+    of_etd = name in (TV_AS_ETD if tv else OF_ETD if "etd" in path.stem else ())
+    return on_craftax, of_etd, tv and name in OF_TV, "ablations" in path.stem and name in OF_ABLATIONS
 
 
 def test_same_argument_same_meaning():
     seen = {}
     for path in SCRIPTS:
         for name, field in args_fields(path).items():
-            key = (name, "craftax" in path.name and name in OF_CRAFTAX, "etd" in path.name and name in OF_ETD)
+            key = (name, *special(path, name))
             assert seen.setdefault(key, field) == field, f"{path.name}: Args.{name} is {field}, elsewhere {seen[key]}"
 
 
@@ -151,20 +178,23 @@ def test_a_learning_script_has_the_vocabulary(path):
 
 @pytest.mark.parametrize("path", SCRIPTS, **by_name)
 def test_banners_stand_in_the_one_order(path):
+    order = STUDIES.get(path.stem, BANNERS)
     lines = path.read_text().splitlines()
     banners = {i: line for i, line in enumerate(lines, 1) if re.match("# ?[-=]{3}", line)}
     titles = [re.fullmatch("# [-=]{10,} (.+)", line).group(1) for line in banners.values()]
     places = []
     for title in titles:
-        place = [i for i, pattern in enumerate(BANNERS) if re.fullmatch(pattern, title)]
-        assert place, f"{title!r} is none of {BANNERS}"
+        place = [i for i, pattern in enumerate(order) if re.fullmatch(pattern, title)]
+        assert place, f"{title!r} is none of {order}"
         places += place
     assert places == sorted(places), titles
-    if path in LEARNING:
-        assert set(places) == set(range(len(BANNERS)))
+    if path in LEARNING or path.stem in STUDIES:
+        without = set() if "sac" in path.stem else {"devices"}  # only SAC runs on several devices
+        assert {order[place] for place in places} == set(order) - without
     method = min(i for i, line in banners.items() if "the method: " in line)
     assert method < 200
-    assert top_level(path)["train_iteration"].end_lineno < last_line(path)
+    if path.stem not in STUDIES:
+        assert top_level(path)["train_iteration"].end_lineno < last_line(path)
     assert {len(line) for line in banners.values()} == {111}
 
 

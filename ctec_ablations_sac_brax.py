@@ -1,0 +1,1534 @@
+"""Every ablation of C-TeC with SAC, on the point, ant and humanoid mazes and on the Panda arm.
+
+C-TeC (Mohamed et al., "Temporal Representations for Exploration", ICLR 2026) learns encoders phi(s, a) and psi(s_f) by
+InfoNCE and rewards the distance |phi(s, a) - psi(s_f)| to a sampled future. This is ctec_sac_brax.py with the variants
+of the paper's Appendix G behind flags: each is a small function in a table, and the defaults are C-TeC itself, bit for
+bit. To use the method, take ctec_sac_brax.py; to take it apart, this file.
+
+One iteration:
+
+    62 times, in every environment: act with SAC's policy, store (s, a, done), mark the visited bin      # collect
+    999 times:                                                                                           # update
+        sample transitions (s, a, s') of B / --repetition-factor trajectories
+        sample a future s_f of each by --future-sampling, with --gamma-cl, or its schedule from --gamma-cl-start
+        reward = -C((s, a), s_f), or by --reward-kl forward +C((s, a), s_f') with the future s_f' of another row
+        one Adam step on --loss with logits C / --tau; C is by --similarity, or by one network, --critic monolithic
+        one SAC step of critics, actor and alpha on (s, a, reward, s')
+
+    python ctec_ablations_sac_brax.py --env ant_hardest_maze --loss symmetric_infonce          # for a GPU
+    python ctec_ablations_sac_brax.py --env point_hardest_maze --preset laptop --similarity l2
+    python ctec_ablations_sac_brax.py --resume runs/<folder>                     # go on from the last checkpoint
+
+Metrics, implementation details and results: docs/ctec_ablations_sac_brax.md
+"""
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "brax==0.14.2", "mujoco==3.17.0", "mujoco-mjx==3.17.0",
+#   "numpy==2.4.6", "tyro==1.0.16", "tqdm==4.70.1", "matplotlib==3.11.2", "wandb==0.31.0",
+# ]
+# ///
+
+import collections
+import contextlib
+import csv
+import dataclasses
+import functools
+import io
+import json
+import math
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from tqdm import tqdm
+
+with contextlib.redirect_stdout(io.StringIO()):  # no "Failed to import warp": an optional backend that is not used
+    import brax.spring.pipeline
+    import mujoco
+    from brax import actuator, base
+    from brax.io import html, mjcf
+    from mujoco import mjx
+warnings.filterwarnings("ignore", message="Brax System, piplines and environments are not actively")
+
+ENVS = ("point_u_maze", "point_large_maze", "point_hardest_maze", "ant_u_maze", "ant_large_maze", "ant_hardest_maze",
+        "humanoid_u_maze", "humanoid_large_maze", "arm_binpick_hard")  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------- arguments
+@dataclasses.dataclass(frozen=True)
+class Args:
+    env: Literal[ENVS] = "ant_hardest_maze"
+    """environment"""
+    preset: Literal["paper", "laptop"] = "paper"
+    """paper: the published sizes. laptop: the same algorithm in minutes on a CPU. Explicit flags win over it"""
+    seed: int = 1
+    """seed of everything random"""
+    total_timesteps: int = 500_000_000
+    """environment steps, all environments together (paper Table 2)"""
+    resume: str = ""
+    """folder of an earlier run: go on from its checkpoint, with its arguments"""
+    run_dir: str = "runs"
+    """where the folder of the run is made"""
+    checkpoint_minutes: float = 10.0
+    """minutes between checkpoints; there is always one at the end, at Ctrl-C and at SIGTERM"""
+    track: bool = False
+    """send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)"""
+
+    num_envs: int = 1024
+    """parallel environments (paper Table 2; 256 on the humanoid)"""
+    unroll_length: int = 62
+    """steps in each environment before the gradient steps of an iteration (paper Table 2)"""
+    episode_length: int = 1000
+    """steps after which an episode is truncated (paper Table 2)"""
+    replay_size: int = 10_000
+    """steps kept for each environment (paper Table 2)"""
+    learning_starts: int = 1000
+    """steps in each environment before the first gradient step (paper Table 2)"""
+    batch_size: int = 1024
+    """transitions in a gradient step (paper Table 2; 256 on the humanoid)"""
+    multiplier: float = 1.0
+    """gradient steps an iteration: num_envs * (episode_length - 1) * multiplier / batch_size (paper Table 2)"""
+    learning_rate: float = 3e-4
+    """Adam step size of actor, critics, alpha and the bonus's model (paper Tables 2 to 4)"""
+    agent_width: int = 256
+    """width of the two hidden layers of actor and critics (paper Table 2)"""
+    gamma: float = 0.99
+    """discount of SAC (paper Table 2)"""
+    target_rate: float = 0.005
+    """Polyak averaging rate of the target critics (authors' code)"""
+
+    encoder_width: int = 1024
+    """width of the hidden layers of the bonus's networks (paper Tables 3 and 4)"""
+    representation_size: int = 64
+    """size of a representation (paper Tables 3 and 4)"""
+    gamma_cl: float = 0.99
+    """discount of the future-state distribution, Eq. 1 (authors' code; 0.3 in Craftax)"""
+    logsumexp_penalty: float = 0.0
+    """weight of mean(logsumexp^2) in the contrastive loss (authors' launch script; paper Table 3: 0.1)"""
+    loss: Literal["infonce", "symmetric_infonce", "nce", "flatnce", "fb"] = "infonce"
+    """contrastive loss (paper Appendix G.2)"""
+    similarity: Literal["l1", "l2", "l2_squared", "dot"] = "l1"
+    """C: minus this distance of phi and psi, or their product (paper Appendix G.3)"""
+    critic: Literal["separable", "monolithic"] = "separable"
+    """C from phi(s, a) and psi(s_f), or from one network of (s, a, s_f) (paper Appendix G.4)"""
+    reward_features: Literal["batch", "unit", "none"] = "batch"
+    """unit length in the reward: of each feature over the batch (authors' code), of each row (text); none: no unit
+    length anywhere, in the loss neither (paper Appendix G.1)"""
+    reward_kl: Literal["reverse", "forward"] = "reverse"
+    """reward -C with the own future, or +C with a future from the marginal (paper Appendix G.5)"""
+    future_sampling: Literal["geometric", "uniform"] = "geometric"
+    """distribution of the offset of a future (paper Appendix G.6)"""
+    gamma_cl_start: float | None = None
+    """if given, gamma_cl grows linearly over the run from this to --gamma-cl (paper Appendix G.6: 0.9 and 0.1)"""
+    tau: float | None = None
+    """fixed temperature (paper Appendix G.8); if not given, it is learned from 1"""
+    repetition_factor: int = 1
+    """transitions of the same trajectory in a batch, as negatives of each other (paper Appendix G.9)"""
+    future_state: Literal["full", "goal"] = "full"
+    """what psi sees of a future: the full state, or its position only (prior knowledge, paper Appendix D)"""
+
+    @property
+    def steps_per_iteration(self):
+        return self.num_envs * self.unroll_length
+
+    @property
+    def num_iterations(self):
+        return math.ceil(self.total_timesteps / self.steps_per_iteration)
+
+    @property
+    def gradient_steps(self):
+        return round(self.num_envs * (self.episode_length - 1) * self.multiplier / self.batch_size)
+
+    @property
+    def first_update(self):
+        """The iteration with the first gradient steps."""
+        return math.ceil(self.learning_starts / self.unroll_length)
+
+
+PAPER = {"humanoid": dict(num_envs=256, batch_size=256)}  # what the paper's tables change for one robot
+PRESETS = {
+    "paper": {},
+    "laptop": dict(total_timesteps=2_000_000, num_envs=128, episode_length=1001, replay_size=2000, learning_starts=500,
+                   batch_size=256, multiplier=0.032, encoder_width=256, checkpoint_minutes=2.0),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------- networks
+class MLP(nn.Module):
+    """Hidden relu layers and a linear output layer."""
+
+    width: int
+    out: int
+    layers: int = 2
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(nn.Dense, kernel_init=nn.initializers.lecun_uniform())
+        for _ in range(self.layers):
+            x = nn.relu(dense(self.width)(x))
+        return dense(self.out)(x)
+
+
+# two critics of one shape: their parameters and outputs have a leading axis of 2
+TwinMLP = nn.vmap(MLP, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=2)
+
+
+# ------------------------------------------------------------------------------------------- the method: C-TeC
+@flax.struct.dataclass
+class Pairs:
+    """Positive pairs for a contrastive loss. For each row, the other rows' positives are its negatives."""
+
+    anchor: jax.Array  # (B, ...)
+    positive: jax.Array  # (B, ...)
+    weight: jax.Array  # (B,) 1.0, or 0.0 for a row that has no positive and serves as a negative only
+
+
+def truncated_geometric(key, left, gamma):
+    """Offsets k = 1..left with P(k) ~ gamma^(k-1), by the inverse distribution function; 0 where nothing is left."""
+    log_gamma = jnp.log(gamma)
+    u = jax.random.uniform(key, left.shape)
+    k = jnp.ceil(jnp.log1p(u * jnp.expm1(left * log_gamma)) / log_gamma).astype(jnp.int32)
+    return jnp.clip(k, jnp.minimum(left, 1), left)
+
+
+def future_view(args, env, states):
+    """What psi sees of the states (..., state_size)."""
+    return states if args.future_state == "full" else states[..., : env.position_size]
+
+
+def uniform_offset(key, left, gamma):
+    """Offsets k = 1..left, all as likely; 0 where nothing is left."""
+    k = jnp.ceil(jax.random.uniform(key, left.shape) * left).astype(jnp.int32)
+    return jnp.clip(k, jnp.minimum(left, 1), left)
+
+
+OFFSETS = {"geometric": truncated_geometric, "uniform": uniform_offset}
+
+
+def gamma_cl_now(args, replay):
+    """gamma_cl after the steps that were made so far; with a schedule, a traced value."""
+    if args.gamma_cl_start is None:
+        return args.gamma_cl
+    share = replay.time / (args.num_iterations * args.unroll_length)  # of the run
+    return args.gamma_cl_start + (args.gamma_cl - args.gamma_cl_start) * share
+
+
+def sample_future_pairs(key, args, env, replay, batch):
+    """Sample s_f for each row (Eq. 1); a trajectory's last step returns itself and is masked."""
+    oldest = replay.time - len(replay.obs)
+    left = replay.ends[batch.time - oldest, batch.env] - batch.time  # (B,) steps to the end of the trajectory
+    offset = OFFSETS[args.future_sampling](key, left, gamma_cl_now(args, replay))
+    future = replay.obs[(batch.time + offset) % len(replay.obs), batch.env]  # (B, state_size)
+    pair = jnp.concatenate([batch.obs, batch.action], axis=-1)
+    return Pairs(anchor=pair, positive=future_view(args, env, future), weight=batch.has_next)
+
+
+def encode(params, args, x):
+    """phi of [s, a], or psi of s_f: (..., representation_size), of any length."""
+    return MLP(args.encoder_width, args.representation_size).apply(params, x)
+
+
+def unit_length(x):
+    return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-12)
+
+
+def reward_features(args, x, weight):
+    """What the reward's distance sees of representations (..., d). `unit`: rows of unit length (paper's text). `batch`:
+    each feature divided by its length over the rows of weight 1 (authors' code: a row keeps a length of its own)."""
+    if args.reward_features == "unit":
+        return unit_length(x)
+    return x * jax.lax.rsqrt(jnp.sum(weight[..., None] * x**2, axis=tuple(range(x.ndim - 1))) + 1e-12)
+
+
+def l1_similarity(phi, psi):
+    """C = -|phi_i - psi_j|_1 for all pairs, (B, B). One feature at a time, rematerialised in the backward pass: the
+    (B, B, features) array of differences would take most of the time and memory of a gradient step."""
+
+    @jax.checkpoint
+    def subtract(similarity, feature):
+        phi, psi = feature  # (B,), (B,)
+        return similarity - jnp.abs(phi[:, None] - psi), None
+
+    unroll = 1 if jax.default_backend() == "cpu" else 8  # an eighth of the kernels; a CPU is slower with it
+    return jax.lax.scan(subtract, jnp.zeros((len(phi), len(psi))), (phi.T, psi.T), unroll=unroll)[0]
+
+
+def l2_similarity(phi, psi):
+    """C = -|phi_i - psi_j|_2 for all pairs of rows."""
+    product = jnp.matmul(phi, psi.T, precision="highest")  # TF32 would be felt near 0
+    squared = jnp.sum(phi**2, axis=-1)[:, None] + jnp.sum(psi**2, axis=-1) - 2 * product
+    return -jnp.sqrt(jnp.maximum(squared, 0.0) + 1e-8)
+
+
+def l2_squared_similarity(phi, psi):
+    return -(l2_similarity(phi, psi) ** 2)
+
+
+def dot_similarity(phi, psi):
+    return jnp.matmul(phi, psi.T, precision="highest")
+
+
+SIMILARITIES = {"l1": l1_similarity, "l2": l2_similarity, "l2_squared": l2_squared_similarity, "dot": dot_similarity}
+ROW_SIMILARITIES = {  # the same of each row with its own, (B,)
+    "l1": lambda phi, psi: -jnp.sum(jnp.abs(phi - psi), axis=-1),
+    "l2": lambda phi, psi: -jnp.sqrt(jnp.sum((phi - psi) ** 2, axis=-1) + 1e-8),
+    "l2_squared": lambda phi, psi: -jnp.sum((phi - psi) ** 2, axis=-1),
+    "dot": lambda phi, psi: jnp.sum(phi * psi, axis=-1),
+}
+
+
+def monolithic_critic(params, args, anchor, positive):
+    """C = f(s, a, s_f), (...,), of [s, a] and s_f."""
+    inputs = jnp.concatenate([anchor, positive], axis=-1)
+    return MLP(args.encoder_width, 1).apply(params["f"], inputs)[..., 0]
+
+
+def monolithic_similarity(params, args, batch):
+    """C of all pairs of rows, (B, B): B^2 evaluations of the network, 32 rows at a time and again in the backward pass,
+    since their activations would not fit into memory."""
+
+    @jax.checkpoint
+    def row(anchor):
+        anchors = jnp.broadcast_to(anchor, (len(batch.positive), len(anchor)))
+        return monolithic_critic(params, args, anchors, batch.positive)
+
+    return jax.lax.map(row, batch.anchor, batch_size=32)
+
+
+def weighted_mean(x, weight):
+    return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+
+
+def infonce(logits, weight, logsumexp_penalty):
+    """InfoNCE over the rows, positives on the diagonal (Eq. 2), plus the penalty on logsumexp^2."""
+    lse = jax.nn.logsumexp(logits, axis=1)  # (B,)
+    return weighted_mean(lse - jnp.diag(logits) + logsumexp_penalty * lse**2, weight)
+
+
+def symmetric_infonce(logits, weight, logsumexp_penalty):
+    """InfoNCE over the rows and over the columns."""
+    return infonce(logits, weight, logsumexp_penalty) + infonce(logits.T, weight, logsumexp_penalty)
+
+
+def nce(logits, weight, _):
+    """Binary cross-entropy of every pair, positive on the diagonal."""
+    sign = 2 * jnp.eye(len(logits)) - 1
+    return weighted_mean(-jnp.mean(jax.nn.log_sigmoid(sign * logits), axis=1), weight)
+
+
+def flatnce(logits, weight, _):
+    """FlatNCE: the value is 1, the gradient that of the logsumexp over the negatives, relative to the positive."""
+    other = jnp.where(jnp.eye(len(logits), dtype=bool), -jnp.inf, logits - jnp.diag(logits)[:, None])
+    lse = jax.nn.logsumexp(other, axis=1)  # (B,) without j = i
+    return weighted_mean(jnp.exp(lse - jax.lax.stop_gradient(lse)), weight)
+
+
+def fb(logits, weight, _):
+    """Monte-Carlo forward-backward loss: exp(C) estimates the ratio of densities."""
+    ratio = jnp.exp(logits)
+    positive = jnp.diag(ratio)
+    squares = jnp.sum(ratio**2, axis=1) - positive**2  # of the negatives
+    return weighted_mean(-positive + squares / (2 * (len(logits) - 1)), weight)
+
+
+LOSSES = {"infonce": infonce, "symmetric_infonce": symmetric_infonce, "nce": nce, "flatnce": flatnce, "fb": fb}
+
+
+def contrastive_loss(params, args, batch):
+    """The loss of the logits C / tau between (s, a) and s_f, for Pairs."""
+    variances = {}
+    if args.critic == "monolithic":
+        similarity = monolithic_similarity(params, args, batch)
+    else:
+        unit = unit_length if args.reward_features != "none" else lambda x: x
+        phi = unit(encode(params["phi"], args, batch.anchor))
+        psi = unit(encode(params["psi"], args, batch.positive))
+        similarity = SIMILARITIES[args.similarity](phi, psi)
+        variances = {"phi_variance": jnp.mean(jnp.var(phi, axis=0)), "psi_variance": jnp.mean(jnp.var(psi, axis=0))}
+    tau = jnp.exp(params["log_tau"]) if args.tau is None else args.tau
+    logits = similarity / tau  # (B, B), row i: state-action i against every future
+    if args.loss == "nce":
+        logits += params["bias"]  # C <= 0 alone would keep every probability under 1/2
+    loss = LOSSES[args.loss](logits, batch.weight, args.logsumexp_penalty)
+    positive = jnp.diag(logits)
+    metrics = {
+        "contrastive_loss": loss,
+        "accuracy": weighted_mean(jnp.argmax(logits, axis=1) == jnp.arange(len(logits)), batch.weight),
+        "logits_positive": weighted_mean(positive, batch.weight),
+        "logits_negative": (jnp.sum(logits) - jnp.sum(positive)) / (logits.size - len(logits)),
+        "logsumexp": weighted_mean(jax.nn.logsumexp(logits, axis=1), batch.weight),
+        "tau": jnp.asarray(tau),
+    }
+    return loss, metrics | variances
+
+
+def intrinsic_reward(params, args, batch):
+    """-C((s, a), s_f) with the sampled future (Eq. 3), or +C((s, a), s_f') with one from the marginal: (B,), 0 where
+    there is no future."""
+    future = batch.positive
+    known = batch.weight
+    if args.reward_kl == "forward":  # that of the row half a batch away, which is of another trajectory
+        future = jnp.roll(future, len(future) // 2, axis=0)
+        known = jnp.roll(known, len(known) // 2)
+    if args.critic == "monolithic":
+        similarity = monolithic_critic(params, args, batch.anchor, future)
+    else:
+        normalize = reward_features if args.reward_features != "none" else lambda args, x, weight: x
+        phi = normalize(args, encode(params["phi"], args, batch.anchor), batch.weight)
+        psi = normalize(args, encode(params["psi"], args, future), known)
+        similarity = ROW_SIMILARITIES[args.similarity](phi, psi)
+    return batch.weight * (similarity if args.reward_kl == "forward" else -similarity)
+
+
+# --------------------------------------------------------------------------------------------------------- SAC
+@flax.struct.dataclass
+class Model:
+    params: Any
+    opt_state: Any
+
+
+def init_model(optimizer, params):
+    return Model(params, optimizer.init(params))
+
+
+def gradient_update(loss_fn, model, optimizer, args, *inputs):
+    """One optimiser step on loss_fn(params, args, *inputs) -> (loss, aux)."""
+    grads, aux = jax.grad(loss_fn, has_aux=True)(model.params, args, *inputs)
+    updates, opt_state = optimizer.update(grads, model.opt_state)
+    return Model(optax.apply_updates(model.params, updates), opt_state), aux
+
+
+@flax.struct.dataclass
+class Agent:
+    actor: Model
+    critic: Model
+    target_critic: Any
+    log_alpha: Model
+
+
+def sample_action(params, args, key, obs, action_size):
+    """A tanh-Gaussian action and its log-probability."""
+    mean, std = jnp.split(MLP(args.agent_width, 2 * action_size).apply(params, obs), 2, axis=-1)
+    std = jax.nn.softplus(std) + 1e-3
+    noise = jax.random.normal(key, mean.shape)
+    u = mean + noise * std
+    log_prob = -0.5 * noise**2 - jnp.log(std) - 0.5 * jnp.log(2 * jnp.pi)
+    log_prob -= 2.0 * (jnp.log(2.0) - u - jax.nn.softplus(-2.0 * u))  # log-Jacobian of tanh, without cancellation
+    return jnp.tanh(u), jnp.sum(log_prob, axis=-1)
+
+
+def q_values(params, args, obs, action):
+    return TwinMLP(args.agent_width, 1).apply(params, jnp.concatenate([obs, action], axis=-1))[..., 0]  # (2, B)
+
+
+def critic_loss(params, args, batch, reward, next_value):
+    target = reward + args.gamma * (1.0 - batch.terminated) * next_value
+    error = q_values(params, args, batch.obs, batch.action) - target
+    known = 1.0 - batch.truncated  # the state after a truncation is not in the replay
+    loss = weighted_mean(jnp.mean(error**2, axis=0), known)
+    return loss, {"critic_loss": loss, "q_target": weighted_mean(target, known)}
+
+
+def actor_loss(params, args, batch, critic_params, alpha, key):
+    action, log_prob = sample_action(params, args, key, batch.obs, batch.action.shape[-1])
+    q = jnp.min(q_values(critic_params, args, batch.obs, action), axis=0)
+    loss = jnp.mean(alpha * log_prob - q)
+    return loss, (log_prob, {"actor_loss": loss, "entropy": -jnp.mean(log_prob)})
+
+
+def alpha_loss(log_alpha, args, log_prob, target_entropy):
+    loss = jnp.exp(log_alpha) * jnp.mean(-log_prob - target_entropy)
+    return loss, {"alpha_loss": loss, "alpha": jnp.exp(log_alpha)}
+
+
+def update_sac(args, env, agent, batch, reward, key):
+    """One step of critics, actor and alpha, in this order; then the target critics follow."""
+    key_next, key_actor = jax.random.split(key)
+    adam = optax.adam(args.learning_rate)
+    alpha = jnp.exp(agent.log_alpha.params)
+
+    # critics: soft Bellman backup with the target critics
+    next_action, next_log_prob = sample_action(agent.actor.params, args, key_next, batch.next_obs, env.action_size)
+    next_q = jnp.min(q_values(agent.target_critic, args, batch.next_obs, next_action), axis=0)
+    next_value = next_q - alpha * next_log_prob
+    critic, critic_metrics = gradient_update(critic_loss, agent.critic, adam, args, batch, reward, next_value)
+
+    # actor, and alpha towards the target entropy
+    actor_inputs = (batch, critic.params, alpha, key_actor)
+    actor, (log_prob, actor_metrics) = gradient_update(actor_loss, agent.actor, adam, args, *actor_inputs)
+    target_entropy = -0.5 * env.action_size
+    log_alpha, alpha_metrics = gradient_update(alpha_loss, agent.log_alpha, adam, args, log_prob, target_entropy)
+
+    target_critic = optax.incremental_update(critic.params, agent.target_critic, args.target_rate)
+    reward_mean = weighted_mean(reward, batch.has_next)
+    reward_std = jnp.sqrt(weighted_mean((reward - reward_mean) ** 2, batch.has_next))
+    metrics = {"reward_mean": reward_mean, "reward_std": reward_std} | critic_metrics | actor_metrics | alpha_metrics
+    return Agent(actor, critic, target_critic, log_alpha), metrics
+
+
+# ------------------------------------------------------------------------------------------ replay and rollout
+@flax.struct.dataclass
+class Replay:
+    """A ring buffer: step t of every environment is in row t % T. The next observation is the next row; a terminal step
+    needs none, a truncated one is masked."""
+
+    obs: jax.Array  # (T, N, state_size)
+    action: jax.Array  # (T, N, action_size)
+    terminated: jax.Array  # (T, N) bool
+    truncated: jax.Array  # (T, N) bool
+    time: jax.Array  # () steps written so far, in each environment
+
+
+@flax.struct.dataclass
+class IndexedReplay(Replay):
+    ends: jax.Array  # (T, N) time of the last stored step of each step's trajectory, oldest step first
+
+
+@flax.struct.dataclass
+class BoundedReplay(IndexedReplay):
+    begins: jax.Array  # (T, N) time of the first stored step of each step's trajectory, oldest step first
+
+
+@flax.struct.dataclass
+class Batch:
+    obs: jax.Array  # (B, state_size)
+    action: jax.Array  # (B, action_size)
+    next_obs: jax.Array  # (B, state_size), meaningless where the step is terminated or truncated
+    terminated: jax.Array  # (B,) 0.0 or 1.0
+    truncated: jax.Array  # (B,) 0.0 or 1.0
+    time: jax.Array  # (B,) when the step was made ...
+    env: jax.Array  # (B,) ... and in which environment
+
+    @property
+    def has_next(self):
+        """(B,) 0.0 where the episode ended with the step: next_obs is of another episode, and there is no future."""
+        return (1.0 - self.terminated) * (1.0 - self.truncated)
+
+
+def replay_insert(replay, obs, action, terminated, truncated):
+    """Write the steps of a rollout, each array (unroll_length, N, ...)."""
+    at = (replay.time + jnp.arange(len(obs))) % len(replay.obs)
+    return Replay(
+        obs=replay.obs.at[at].set(obs),
+        action=replay.action.at[at].set(action),
+        terminated=replay.terminated.at[at].set(terminated),
+        truncated=replay.truncated.at[at].set(truncated),
+        time=replay.time + len(obs),
+    )
+
+
+def index_trajectories(replay):
+    """Find where each trajectory ends: a reverse cumulative minimum over the times of ends. Once an iteration."""
+    t = replay.time - len(replay.obs) + jnp.arange(len(replay.obs), dtype=jnp.int32)[:, None]
+    done = jnp.roll(replay.terminated | replay.truncated, -replay.time, axis=0) | (t == replay.time - 1)
+    ends = jax.lax.cummin(jnp.where(done, t, replay.time), axis=0, reverse=True)
+    return IndexedReplay(**vars(replay), ends=ends)
+
+
+def index_both_ends(replay):
+    """Find where each trajectory begins, too: one step after the end of the one before."""
+    replay = index_trajectories(replay)
+    t = replay.time - len(replay.obs) + jnp.arange(len(replay.obs), dtype=jnp.int32)[:, None]
+    is_end = replay.ends == t
+    follows_end = jnp.concatenate([jnp.ones_like(is_end[:1]), is_end[:-1]])
+    begins = jax.lax.cummax(jnp.where(follows_end, t, -len(replay.obs)), axis=0)
+    return BoundedReplay(**vars(replay), begins=jnp.maximum(begins, 0))  # nothing is stored before time 0
+
+
+def sample_transitions(key, args, replay):
+    """Uniform transitions, `repetition_factor` of each of some trajectories, side by side. The newest step is left out:
+    it has no next one yet."""
+    key_t, key_env = jax.random.split(key)
+    oldest = jnp.maximum(replay.time - len(replay.obs), 0)
+    trajectories = args.batch_size // args.repetition_factor
+    t = jax.random.randint(key_t, (trajectories,), oldest, replay.time - 1)
+    n = jax.random.randint(key_env, (trajectories,), 0, args.num_envs)
+    if args.repetition_factor > 1:
+        at = (t - (replay.time - len(replay.obs)), n)
+        begin = jnp.repeat(replay.begins[at], args.repetition_factor)
+        end = jnp.repeat(replay.ends[at], args.repetition_factor)
+        n = jnp.repeat(n, args.repetition_factor)
+        t = jax.random.randint(jax.random.fold_in(key_t, 1), n.shape, begin, jnp.minimum(end + 1, replay.time - 1))
+    row = t % len(replay.obs)
+    next_row = (t + 1) % len(replay.obs)
+    return Batch(
+        obs=replay.obs[row, n],
+        action=replay.action[row, n],
+        next_obs=replay.obs[next_row, n],
+        terminated=replay.terminated[row, n].astype(jnp.float32),
+        truncated=replay.truncated[row, n].astype(jnp.float32),
+        time=t,
+        env=n,
+    )
+
+
+def collect(args, env, state, key):
+    """`unroll_length` steps in every environment, into the replay and the coverage grid. The start states of new
+    episodes are drawn once an iteration."""
+    key_start, key_actions = jax.random.split(key)
+    starts = jax.vmap(env.reset)(jax.random.split(key_start, args.num_envs))
+
+    def step(carry, key):
+        now, episode_step = carry
+        action, _ = sample_action(state.agent.actor.params, args, key, now.obs, env.action_size)
+        carry, (terminated, truncated, bins, frame) = step_envs(args, env, starts, now, episode_step, action)
+        return carry, ((now.obs, action, terminated, truncated), bins, frame)
+
+    keys = jax.random.split(key_actions, args.unroll_length)
+    (env_state, episode_step), (steps, bins, frames) = jax.lax.scan(step, (state.env, state.episode_step), keys)
+    replay = replay_insert(state.replay, *steps)
+    coverage = mark_visited(state.coverage, bins)
+    return state.replace(env=env_state, episode_step=episode_step, replay=replay, coverage=coverage), frames
+
+
+# ---------------------------------------------------------------------------------------------------- training
+@flax.struct.dataclass
+class TrainState:
+    key: jax.Array
+    iteration: jax.Array
+    env: "EnvState"  # (N, ...)
+    episode_step: jax.Array  # (N,)
+    coverage: "Coverage"
+    replay: Replay
+    agent: Agent
+    model: Model  # {"phi", "psi", "log_tau"}, or {"f", "log_tau"}, and NCE's "bias"
+
+
+def update(args, env, replay, agent, model, key):
+    """One gradient step of everything. The reward comes from the encoders as they are before their step."""
+    key_batch, key_future, key_sac = jax.random.split(key, 3)
+    batch = on_each_device(sample_transitions, key_batch, args, replay)
+    pairs = on_each_device(sample_future_pairs, key_future, args, env, replay, batch)
+    reward = intrinsic_reward(model.params, args, pairs)
+    model, metrics = gradient_update(contrastive_loss, model, optax.adam(args.learning_rate), args, pairs)
+    agent, sac_metrics = update_sac(args, env, agent, batch, reward, key_sac)
+    return (agent, model), metrics | sac_metrics
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def train_iteration(args, env, state):
+    """Collect, then learn once there is enough in the replay: all on the device, compiled once in a run."""
+    key, key_collect, key_learn = jax.random.split(state.key, 3)
+    state = state.replace(key=key, iteration=state.iteration + 1)
+
+    # play `unroll_length` steps in every environment
+    state, frames = collect(args, env, state, key_collect)
+
+    # take `gradient_steps` gradient steps, once the replay holds `learning_starts` steps
+    def learn(models):
+        index = index_both_ends if args.repetition_factor > 1 else index_trajectories
+        replay = index(state.replay)
+        step = lambda models, key: update(args, env, replay, *models, key)
+        models, metrics = jax.lax.scan(step, models, jax.random.split(key_learn, args.gradient_steps))
+        return models, jax.tree.map(jnp.mean, metrics)
+
+    def wait(models):
+        metrics = jax.eval_shape(learn, models)[1]
+        return models, jax.tree.map(lambda _: jnp.nan, metrics)  # no values yet
+
+    enough = state.replay.time >= args.learning_starts
+    (agent, model), metrics = jax.lax.cond(enough, learn, wait, (state.agent, state.model))
+    metrics |= coverage_metrics(state.coverage) | {"replay_entropy": replay_entropy(env, state.replay)}
+    metrics["gamma_cl"] = gamma_cl_now(args, state.replay)
+    metrics["parameter_norm"] = optax.global_norm((model.params, agent.actor.params, agent.critic.params))
+    return split_over_devices(state.replace(agent=agent, model=model)), metrics, frames
+
+
+# ----------------------------------------------------------------------------------------------- initial state
+def init_agent(args, env, key):
+    key_actor, key_critic = jax.random.split(key)
+    actor = MLP(args.agent_width, 2 * env.action_size).init(key_actor, jnp.zeros(env.state_size))
+    critic = TwinMLP(args.agent_width, 1).init(key_critic, jnp.zeros(env.state_size + env.action_size))
+    adam = optax.adam(args.learning_rate)
+    return Agent(init_model(adam, actor), init_model(adam, critic), critic, init_model(adam, jnp.zeros(())))
+
+
+def init_replay(args, env):
+    shape = (args.replay_size, args.num_envs)
+    return Replay(
+        obs=jnp.zeros((*shape, env.state_size)),
+        action=jnp.zeros((*shape, env.action_size)),
+        terminated=jnp.zeros(shape, bool),
+        truncated=jnp.zeros(shape, bool),
+        time=jnp.int32(0),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def init_state(args, env):
+    """The whole state of a run: everything that a checkpoint holds."""
+    key, key_env, key_agent, key_phi, key_psi = jax.random.split(jax.random.PRNGKey(args.seed), 5)
+    encoder = MLP(args.encoder_width, args.representation_size)
+    anchor = jnp.zeros(env.state_size + env.action_size)
+    future = future_view(args, env, jnp.zeros(env.state_size))
+    params = {"log_tau": jnp.zeros(())}
+    if args.critic == "monolithic":
+        params |= {"f": MLP(args.encoder_width, 1).init(key_phi, jnp.concatenate([anchor, future]))}
+    else:
+        params |= {"phi": encoder.init(key_phi, anchor), "psi": encoder.init(key_psi, future)}
+    if args.loss == "nce":
+        params |= {"bias": jnp.zeros(())}
+    return TrainState(
+        key=key,
+        iteration=jnp.int32(0),
+        env=jax.vmap(env.reset)(jax.random.split(key_env, args.num_envs)),
+        episode_step=jnp.zeros(args.num_envs, jnp.int32),
+        coverage=init_coverage(env),
+        replay=init_replay(args, env),
+        agent=init_agent(args, env, key_agent),
+        model=init_model(optax.adam(args.learning_rate), params),
+    )
+
+
+# ==================================================================================================== appendix
+# What a reader of the method does not need: devices, coverage, environments, the run's folder, pictures, and main.
+
+
+# ----------------------------------------------------------------------------------------------------- devices
+def device_mesh():
+    return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def partition(tree):
+    """How arrays of environments (N, ...) or of a replay (T, N, ...) are split over the devices."""
+    axes = (None, "envs") if isinstance(tree, Replay) else ("envs",)
+    return jax.tree.map(lambda x: jax.P(*axes[: x.ndim]), tree)
+
+
+def on_each_device(sample, key, args, *inputs):
+    """sample(key, args, *inputs). On several devices each one samples its share of the rows from its own environments:
+    rows of any environment would have the whole replay sent around."""
+    devices = jax.device_count()
+    if devices == 1:
+        return sample(key, args, *inputs)
+    share = dataclasses.replace(args, num_envs=args.num_envs // devices, batch_size=args.batch_size // devices)
+    static = [x for x in inputs if not dataclasses.is_dataclass(x)]  # the environment
+    split = [x for x in inputs if dataclasses.is_dataclass(x)]  # replay and batch
+
+    def sample_share(key, *split):
+        return sample(jax.random.fold_in(key, jax.lax.axis_index("envs")), share, *static, *split)
+
+    specs = (jax.P(), *(partition(x) for x in split))
+    return jax.shard_map(sample_share, mesh=device_mesh(), in_specs=specs, out_specs=jax.P("envs"))(key, *split)
+
+
+def split_over_devices(state):
+    """Environments and replay are split over the devices; everything else is copied to all of them."""
+    if jax.device_count() == 1:
+        return state
+    specs = jax.tree.map(lambda _: jax.P(), state)
+    specs = specs.replace(env=partition(state.env), episode_step=jax.P("envs"), replay=partition(state.replay))
+    mesh = device_mesh()
+    place = lambda x, spec: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, spec))
+    return jax.tree.map(place, state, specs)
+
+
+# ---------------------------------------------------------------------------------------------------- coverage
+BIN = 0.5  # metres; coverage is the number of bins of this size that were visited
+
+
+@flax.struct.dataclass
+class Coverage:
+    visited: jax.Array  # (bins,) bool
+    outside: jax.Array  # () visits outside the grid
+
+
+def init_coverage(env):
+    return Coverage(jnp.zeros(np.prod(env.grid_shape), bool), jnp.int32(0))
+
+
+def bin_index(env, obs):
+    """Flat index of the bin that each state (..., state_size) is in; one past the last bin if outside the grid."""
+    index = jnp.floor((obs[..., : env.position_size] - env.low) / BIN)
+    inside = jnp.all((index >= 0) & (index < np.array(env.grid_shape)), axis=-1)
+    strides = np.cumprod((1, *env.grid_shape[:0:-1]))[::-1]
+    return jnp.where(inside, jnp.sum(index.astype(jnp.int32) * strides, axis=-1), np.prod(env.grid_shape))
+
+
+def mark_visited(coverage, index):
+    """The index one past the last bin, outside the grid, is dropped from the bins and counted."""
+    visited = coverage.visited.at[index].set(True)
+    return Coverage(visited, coverage.outside + jnp.sum(index == len(visited)))
+
+
+def coverage_metrics(coverage):
+    return {"coverage": jnp.sum(coverage.visited), "outside": coverage.outside}
+
+
+def replay_entropy(env, replay):
+    """Entropy (nats) of the visited bins in the replay: when it falls, the agents gather in one place."""
+    written = jnp.arange(len(replay.obs))[:, None] < replay.time
+    counts = jnp.zeros(np.prod(env.grid_shape) + 1, jnp.int32).at[bin_index(env, replay.obs)].add(written)
+    p = counts / jnp.sum(counts)
+    return -jnp.sum(p * jnp.log(jnp.maximum(p, 1e-20)))
+
+
+# ------------------------------------------------------------------------------------------------ environments
+MAZES = {  # 1 wall, r start, 0 free; row i and column j stand at x = i * cell, y = j * cell
+    "u": "11111 1r001 11101 10001 11111",
+    "large": "11111111 1r011001 10010001 11000111 10010001 10100101 10001001 11111111",
+    "hardest": "111111111111 1r0001000001 101101010101 100000010001 101111011101 100101000001 110101010111 "
+               "100100010001 111111111111",
+}  # fmt: skip
+
+
+@flax.struct.dataclass
+class EnvState:
+    physics: Any  # the point's (x, y, vx, vy), or a Brax pipeline state
+    obs: jax.Array  # (state_size,) what the policy and the encoders see; the first position_size are the position
+    terminated: jax.Array  # () bool: unhealthy
+
+
+class Maze:
+    """What all mazes share: cells, the bounds of the coverage grid, outlines for the pictures."""
+
+    def __init__(self, maze):
+        cells = np.array([list(row) for row in MAZES[maze].split()])
+        half = self.cell / 2
+        self.is_wall = cells == "1"
+        self.start = np.argwhere(cells == "r")[0] * self.cell
+        self.walls = np.argwhere(cells == "1") * self.cell  # (walls, 2) centres
+        self.free = np.argwhere(cells == "0") * self.cell
+        self.low = np.array([-half, -half, 0.0])[: self.position_size]
+        self.high = np.array([*(np.array(cells.shape) - 0.5) * self.cell, 2.5])[: self.position_size]
+        self.grid_shape = tuple(np.round((self.high - self.low) / BIN).astype(int))  # bins along each axis
+        self.outlines = [(x - half, y - half, self.cell, self.cell) for x, y in self.walls]
+        bins_per_cell = round(self.cell / BIN) ** 2
+        self.free_bins = (len(self.free) + 1) * bins_per_cell if self.position_size == 2 else None  # unknown in 3-D
+
+
+class PointMaze(Maze):
+    """A disc that is pushed around, in closed form: over a million steps a second on one core."""
+
+    state_size = 4
+    action_size = 2
+    position_size = 2
+    cell = 4.0
+    radius = 0.4
+
+    def reset(self, key):
+        position = self.start + jax.random.uniform(key, (2,), minval=-0.1, maxval=0.1)
+        physics = jnp.concatenate([position, jnp.zeros(2)])
+        return EnvState(physics, physics, jnp.zeros((), bool))
+
+    def blocked(self, p):
+        """Does the disc at p overlap a wall? It reaches no further than the cells under its square's corners."""
+        corners = p + self.radius * np.array([(-1, -1), (-1, 1), (1, -1), (1, 1)], np.float32)
+        cells = jnp.round(corners / self.cell).astype(jnp.int32)  # (4, 2)
+        nearest = jnp.clip(p, (cells - 0.5) * self.cell, (cells + 0.5) * self.cell)
+        touches = jnp.sum((p - nearest) ** 2, axis=-1) < self.radius**2
+        return jnp.any(touches & jnp.asarray(self.is_wall)[cells[:, 0], cells[:, 1]])
+
+    def step(self, state, action):
+        p = state.physics[:2]
+        v = 0.9 * state.physics[2:] + 0.01 * jnp.clip(action, -1.0, 1.0)
+        for axis in np.eye(2, dtype=np.float32):  # a wall stops the component of v that meets it
+            v = jnp.where(self.blocked(p + v * axis), v * (1 - axis), v)
+            p = p + v * axis
+        physics = jnp.concatenate([p, v])
+        return EnvState(physics, physics, jnp.zeros((), bool))
+
+    def frame(self, physics):
+        return physics[:16, :2]  # the positions of 16 points, for the picture of the last steps
+
+
+class BraxMaze(Maze):
+    """A robot that comes with Brax, among wall boxes of half a cell's height. Each sphere or capsule of the robot can
+    touch only the 2 x 2 cells around its centre, so it has four boxes of its own, which follow it: a larger maze costs
+    no more."""
+
+    def __init__(self, maze):
+        super().__init__(maze)
+        self.box = np.array([self.cell / 2, self.cell / 2, self.cell / 4])  # half the size of a wall
+        self.sys = self.build(following=True)
+        affinity = self.sys.geom_conaffinity
+        solid = np.flatnonzero((affinity > 0) & (self.sys.geom_bodyid > 0))
+        self.solid = solid[np.argsort(affinity[solid])]  # the geoms that meet walls, in the order of their boxes
+        self.action_size = self.sys.act_size()
+
+    @functools.cached_property
+    def scene(self):
+        return self.build(following=False)  # for the viewer
+
+    def build(self, following):
+        """The robot with boxes that follow it, or among all walls of the maze."""
+        spec = mujoco.MjSpec.from_file(str(Path(brax.__file__).parent / "envs/assets" / self.xml))
+        spec.option.timestep = self.timestep
+        self.edit(spec)
+        if not following:
+            boxes = [{"pos": (x, y, self.box[2]), "contype": 1, "conaffinity": 1} for x, y in self.walls]
+        else:
+            boxes = []
+            solid = [geom for geom in spec.geoms if (geom.contype or geom.conaffinity) and geom.name != "floor"]
+            for i, geom in enumerate(solid):
+                geom.conaffinity |= 2 << i  # its own bit: its boxes collide with nothing else
+                boxes += 4 * [{"contype": 2 << i, "conaffinity": 0}]
+        for box in boxes:
+            spec.worldbody.add_geom(type=mujoco.mjtGeom.mjGEOM_BOX, size=self.box, **box)
+        spec.compile()
+        # MJX's broad phase: only the nearest pairs of each kind (by bounding spheres) are collided, only the deepest
+        # points are kept. The two numbers must come first: MJX 3.17 looks for the i-th one at numeric_data[i].
+        broad_phase = "".join(f'<numeric name="max_{k}" data="{v}"/>' for k, v in self.broad_phase.items())
+        return mjcf.loads(spec.to_xml().replace("<custom>", "<custom>" + broad_phase, 1))  # fuses jointless bodies
+
+    def with_walls(self, x):
+        """The system, with each box on a wall that its geom may touch now, given the links' places x; or, if there is
+        none, far below the floor."""
+        geom = base.Transform(pos=self.sys.geom_pos[self.solid], rot=self.sys.geom_quat[self.solid])
+        geom = x.take(self.sys.geom_bodyid[self.solid] - 1).vmap().do(geom)
+        radius, half_length, _ = self.sys.geom_size[self.solid].T
+        tip = geom.vmap().do(base.Transform.create(pos=half_length[:, None] * np.array([0.0, 0.0, 1.0])))
+        reach = radius[:, None] + jnp.abs(tip.pos - geom.pos)  # (geoms, 3) half the sizes of their bounding boxes
+        corner = jnp.floor(geom.pos[:, None, :2] / self.cell).astype(jnp.int32)
+        cells = corner + np.array([(0, 0), (0, 1), (1, 0), (1, 1)])  # (geoms, 4, 2)
+        inside = jnp.all((cells >= 0) & (cells < np.array(self.is_wall.shape)), axis=-1)  # a humanoid can climb out
+        wall = inside & jnp.asarray(self.is_wall)[cells[..., 0], cells[..., 1]]
+        boxes = jnp.pad(cells * self.cell, ((0, 0), (0, 0), (0, 1)), constant_values=self.box[2])
+        near = jnp.all(jnp.abs(boxes - geom.pos[:, None]) < self.box + reach[:, None], axis=-1)
+        boxes = jnp.where((wall & near)[..., None], boxes, -100.0).reshape(-1, 3)
+        geom_pos = self.sys.geom_pos.at[1 : 1 + len(boxes)].set(boxes)  # the floor is the first geom
+        return self.sys.replace(geom_pos=geom_pos)
+
+    def from_q(self, q, qd):
+        return self.state(brax.spring.pipeline.init(self.sys, q, qd), jnp.zeros(self.action_size))
+
+    def step(self, state, action):
+        control = action * self.action_scale
+        substep = lambda _, physics: brax.spring.pipeline.step(self.with_walls(physics.x), physics, control)
+        return self.state(jax.lax.fori_loop(0, 10, substep, state.physics), control)
+
+    def state(self, physics, control):
+        z = physics.x.pos[0, 2]
+        low, high = self.healthy
+        return EnvState(physics, self.observe(physics, control), (z < low) | (z > high))
+
+    def frame(self, physics):
+        return jax.tree.map(lambda x: x[0], physics.x)  # the links of the first environment, for the viewer
+
+
+class AntMaze(BraxMaze):
+    xml = "ant.xml"
+    state_size = 29
+    position_size = 2
+    cell = 4.0
+    timestep = 0.005
+    healthy = (0.2, 1.0)
+    action_scale = 1.0
+    broad_phase = {"geom_pairs": 5, "contact_points": 12}
+
+    def edit(self, spec):
+        for geom in spec.geoms:  # these collide with the walls
+            if geom.name.startswith(("torso", "aux")) or "foot" in geom.name:
+                geom.conaffinity = 1
+
+    def reset(self, key):
+        key_q, key_qd = jax.random.split(key)
+        q = self.sys.init_q + jax.random.uniform(key_q, (15,), minval=-0.1, maxval=0.1)
+        return self.from_q(q.at[:2].set(self.start), 0.1 * jax.random.normal(key_qd, (14,)))
+
+    def observe(self, physics, control):
+        return jnp.concatenate([physics.q, physics.qd])
+
+
+class HumanoidMaze(BraxMaze):
+    xml = "humanoid.xml"
+    state_size = 268
+    position_size = 3
+    cell = 2.0
+    timestep = 0.0015
+    healthy = (1.0, 2.0)
+    action_scale = 0.4
+    broad_phase = {"geom_pairs": 10, "contact_points": 12}
+
+    def edit(self, spec):
+        for geom in spec.geoms:  # every geom collides with floor and walls, none with another of the robot
+            geom.contype = int(geom.name != "floor")
+        for motor, gear in zip(spec.actuators, [350] * 11 + [100] * 6):
+            motor.gear[0] = gear
+        # the goal of the maze task, which nobody is told to reach: its position and velocity are part of the state
+        target = spec.worldbody.add_body(name="target", pos=(0, 0, 1.25))
+        for axis in ((1, 0, 0), (0, 1, 0)):
+            target.add_joint(type=mujoco.mjtJoint.mjJNT_SLIDE, axis=axis, limited=0)
+        target.add_geom(type=mujoco.mjtGeom.mjGEOM_SPHERE, size=(0.5, 0, 0), mass=1, contype=0, conaffinity=0)
+
+    def reset(self, key):
+        target = jax.random.choice(key, jnp.asarray(self.free, jnp.float32))
+        return self.from_q(self.sys.init_q.at[:2].set(self.start).at[-2:].set(target), jnp.zeros(self.sys.qd_size()))
+
+    def observe(self, physics, control):
+        x = physics.x
+        # the spring backend works with unit inertias (spring_inertia_scale 1 in humanoid.xml)
+        inertia = self.sys.link.inertia
+        inertia = inertia.replace(i=jnp.broadcast_to(jnp.eye(3), inertia.i.shape))
+        mass = inertia.mass[:, None]
+        x_i = x.vmap().do(inertia.transform)  # centres of mass of the links
+        com = jnp.sum(mass * x_i.pos, axis=0) / jnp.sum(mass)
+        about_com = x_i.replace(pos=x_i.pos - com).vmap().do(inertia).i.reshape(-1, 9)
+        velocity = base.Transform.create(pos=x_i.pos - x.pos).vmap().do(physics.xd)
+        velocities = jnp.hstack([velocity.vel * mass / jnp.sum(mass), velocity.ang])
+        torque = actuator.to_tau(self.sys, control, physics.q, physics.qd)
+        inertias = jnp.hstack([about_com, mass])
+        return jnp.concatenate([physics.q, physics.qd, inertias.ravel(), velocities.ravel(), torque])
+
+
+PANDA = np.array("""
+    0      0    .333  0 4.970684 .003875 .002081 -.04762 .70337 .70661 .009117 -.000139 .006772 .019169 -2.8973 2.8973
+    0      0    0    -1 .646926 -.003141 -.02872 .003495 .007962 .02811 .025995 -.003925 .010254 .000704 -1.7628 1.7628
+    0     -.316 0  1 3.228604 .027518 .039252 -.066502 .037242 .036155 .01083 -.004761 -.011396 -.012805 -2.8973 2.8973
+    .0825  0    0  1 3.587895 -.05317 .104419 .027454 .025853 .019552 .028323 .007796 -.001332 .008641 -3.0718 -.0698
+   -.0825  .384 0 -1 1.225946 -.011953 .041065 -.038437 .035549 .029474 .008627 -.002117 -.004037 .000229 -2.8973 2.8973
+    0      0    0  1 1.666555 .060149 -.014117 -.010517 .001964 .004354 .005433 .000109 -.001158 .000341 -.0175 3.7525
+    .088   0    0  1 .735522 .010517 -.004252 .061597 .012516 .010027 .004815 -.000428 -.001196 -.000741 -2.8973 2.8973
+""".split(), float).reshape(7, 16)  # fmt: skip
+# links 1-7: position in the parent (3), quarter turns about x, mass, centre of mass (3), inertia xx, yy, zz, xy, xz,
+# yz, and the joint's range
+
+
+class ArmBinpick:
+    """A Franka Panda, and a cube in the blue one of two bins. Primitive geoms, which collide in listed pairs only."""
+
+    state_size = 18
+    action_size = 5
+    position_size = 3
+    free_bins = None  # unknown in 3-D
+    start = np.array([-0.3, 0.6])
+    low = np.array([-8.0, -8.0, -1.0])
+    high = np.array([8.0, 8.0, 4.0])
+    grid_shape = (32, 32, 10)
+    default_q = np.array([1.571, 0.742, 0, -1.571, 0, 3.054, 1.449, 0.04, 0.04])
+    sides = np.array([(-195, -195, 390, 10), (-195, 185, 390, 10), (185, -185, 10, 370), (-195, -185, 10, 370)]) / 1000
+    outlines = [*(sides + (-0.3, 0.6, 0, 0)), *(sides + (0.3, 0.6, 0, 0))]  # of the blue and the red bin
+
+    def __init__(self):
+        text = lambda numbers: " ".join(map(str, numbers))
+        bins = "".join(f"""<geom name="bin{i}" type="box" pos="{x + width / 2} {y + depth / 2} .033"
+            size="{width / 2} {depth / 2} .033"/>"""
+            for i, (x, y, width, depth) in enumerate(self.outlines))  # fmt: skip
+        links = "".join(f"""<body pos="{text(row[:3])}" quat="1 {row[3]} 0 0">
+            <inertial mass="{row[4]}" pos="{text(row[5:8])}" fullinertia="{text(row[8:14])}"/>
+            <joint name="joint{i}" axis="0 0 1" range="{text(row[14:])}"/>"""
+            for i, row in enumerate(PANDA))  # fmt: skip
+        # the hand is rigid on link 7, turned by 45 degrees; its mass is not counted, as in the recordings
+        c = np.cos(np.pi / 8)
+        s = np.sin(np.pi / 8)
+        fingers = "".join(f"""<body pos="0 0 .1654" quat="{quat}">
+            <inertial mass=".015" pos="0 0 0" diaginertia="2.375e-6 2.375e-6 7.5e-7"/>
+            <joint name="joint{i}" type="slide" axis="0 1 0" range="0 .05" damping="5" armature=".1"/>
+            <geom name="finger{i}" type="box" size=".015 .005 .04" pos="0 .0055 .035"/>
+            </body>"""
+            for i, quat in ((7, f"{c} 0 0 {-s}"), (8, f"{s} 0 0 {c}")))  # fmt: skip
+        gains = [(4500, 4500, 87)] * 2 + [(2000, 3500, 87)] * 2 + [(1000, 2000, 12)] * 3 + [(0.09804, 500, 500)] * 2
+        motors = "".join(f"""<general joint="joint{i}" gainprm="{gain}" biastype="affine" forcerange="{-limit} {limit}"
+            biasprm="0 {-stiffness} {-stiffness / 10}" ctrlrange="{text([*PANDA[:, 14:], (0, 255), (0, 255)][i])}"/>"""
+            for i, (gain, stiffness, limit) in enumerate(gains))  # fmt: skip
+        fixed = ["table", *(f"bin{i}" for i in range(8))]
+        pairs = [(name, other) for name in ("hand", "finger7", "finger8", "cube") for other in fixed]
+        pairs += [("hand", "cube"), ("finger7", "finger8"), ("finger7", "cube"), ("finger8", "cube")]
+        self.sys = mjcf.load_model(mujoco.MjModel.from_xml_string(f"""<mujoco><compiler angle="radian"/>
+            <option timestep=".002" iterations="6" ls_iterations="12" integrator="implicitfast" impratio="10"/>
+            <custom><numeric name="max_geom_pairs" data="10"/><numeric name="max_contact_points" data="24"/></custom>
+            <default><geom contype="0" conaffinity="0"/></default>
+            <worldbody>
+                <body pos="-.3 .6 .07"><freejoint/><geom name="cube" type="box" size=".03 .03 .03"/></body>
+                <geom name="table" type="plane" pos="0 .2 0" size="2.8 2.4 .1"/> {bins} {links}
+                <geom name="hand" type="capsule" size=".04 .06" pos="0 0 .142" quat="{c} {c} {-s} {-s}"/>
+                {fingers} {"</body>" * len(PANDA)}
+            </worldbody>
+            <contact>{"".join(f'<pair geom1="{a}" geom2="{b}"/>' for a, b in pairs)}</contact>
+            <equality><joint joint1="joint7" joint2="joint8" solref=".005 1" solimp=".95 .99 .001 .5 2"/></equality>
+            <actuator>{motors}</actuator></mujoco>"""))  # fmt: skip
+        self.scene = self.sys  # for the viewer
+
+    def forward(self, data):
+        """mjx.forward with our own kinematics: XLA on a CPU would compute each link's pose again for everything that
+        hangs on it, which takes 30 times longer than all the rest. The barriers forbid that."""
+        model = self.sys
+        rotate = brax.math.rotate
+        multiply = brax.math.quat_mul
+        matrix = brax.math.quat_to_3x3
+        cube = data.qpos[3:7] / jnp.linalg.norm(data.qpos[3:7])
+        positions = [jnp.zeros(3), data.qpos[:3]]  # world, cube
+        rotations = [jnp.array([1.0, 0.0, 0.0, 0.0]), cube]
+        for i, parent in enumerate(model.body_parentid[2:], 2):  # seven hinges about z, two slides along y
+            x = positions[parent] + rotate(model.body_pos[i], rotations[parent])
+            turn = multiply(rotations[parent], model.body_quat[i])
+            q = data.qpos[i + 5]
+            if i < 9:
+                turn = multiply(turn, jnp.stack([jnp.cos(q / 2), 0.0, 0.0, jnp.sin(q / 2)]))
+            else:
+                x = x + q * rotate(jnp.array([0.0, 1.0, 0.0]), turn)
+            x, turn = jax.lax.optimization_barrier((x, turn))
+            positions.append(x)
+            rotations.append(turn)
+        xpos = jnp.stack(positions)
+        xquat = jnp.stack(rotations)
+        xmat = jax.vmap(matrix)(xquat)
+
+        @jax.vmap
+        def place(x, turn, local_x, local_turn):
+            return x + rotate(local_x, turn), matrix(multiply(turn, local_turn))
+
+        xipos, ximat = place(xpos, xquat, model.body_ipos, model.body_iquat)
+        geom = model.geom_bodyid
+        geom_xpos, geom_xmat = place(xpos[geom], xquat[geom], model.geom_pos, model.geom_quat)
+        xaxis = jnp.concatenate([jnp.array([[0.0, 0.0, 1.0]]), xmat[2:9, :, 2], xmat[9:, :, 1]])
+        data = data.replace(qpos=data.qpos.at[3:7].set(cube), xpos=xpos, xquat=xquat, xmat=xmat, xanchor=xpos[1:])
+        data = data.replace(xaxis=xaxis, xipos=xipos, ximat=ximat, geom_xpos=geom_xpos, geom_xmat=geom_xmat)
+        for stage in (mjx.com_pos, mjx.crb, mjx.factor_m, mjx.collision, mjx.make_constraint, mjx.transmission,
+                      mjx.fwd_velocity, mjx.fwd_actuation, mjx.fwd_acceleration, mjx.solve):  # fmt: skip
+            data = stage(model, data)
+        return data
+
+    def from_q(self, q, qd):
+        return self.state(self.forward(mjx.make_data(self.sys).replace(qpos=q, qvel=qd)))
+
+    def reset(self, key):
+        cube = self.start + jax.random.uniform(key, (2,), minval=-0.15, maxval=0.15)
+        return self.from_q(jnp.concatenate([cube, jnp.array([0.07, 1, 0, 0, 0, *self.default_q])]), jnp.zeros(15))
+
+    def step(self, state, action):
+        """Targets of joints 1, 2, 4, 6, from [-1, 1] to their ranges; a positive last action closes the gripper."""
+        low = np.array([0.3491, 0, -3.0718, 2.3562])
+        high = np.array([2.7925, 1.48353, -0.0698, 3.7525])
+        j1, j2, j4, j6 = low + (action[:4] + 1) / 2 * (high - low)
+        grip = jnp.where(action[4] > 0, 0.0, 255.0)
+        data = state.physics.replace(ctrl=jnp.stack([j1, j2, 0.0, j4, 0.0, j6, 1.4487, grip, grip]))
+        return self.state(jax.lax.fori_loop(0, 25, lambda _, data: mjx.implicit(self.sys, self.forward(data)), data))
+
+    def state(self, data):
+        hand = 8  # bodies
+        left = 9
+        right = 10
+        offset = data.xpos[hand] - data.subtree_com[2]
+        velocity = data.cvel[hand, 3:] + jnp.cross(data.cvel[hand, :3], offset)
+        finger_distance = jnp.linalg.norm(data.xpos[left] - data.xpos[right])
+        gripper_force = 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19
+        gripper = jnp.stack([finger_distance, gripper_force])
+        obs = jnp.concatenate([data.qpos[:3], data.qpos[7:14], data.xpos[hand], velocity, gripper])
+        return EnvState(data, obs, jnp.zeros((), bool))
+
+    def frame(self, data):
+        return base.Transform(pos=data.xpos[0, 1:], rot=data.xquat[0, 1:])  # the bodies of the first environment
+
+
+@functools.cache
+def make_env(name):
+    robot, maze = name.split("_")[:2]
+    mazes = {"point": PointMaze, "ant": AntMaze, "humanoid": HumanoidMaze}
+    return ArmBinpick() if robot == "arm" else mazes[robot](maze)
+
+
+def step_envs(args, env, starts, now, episode_step, action):
+    """One step in every environment; an episode that ends goes on from its place in starts. Returns the scan carry
+    (state, episode_step) and the transition (terminated, truncated, bin before the reset, frame)."""
+    with jax.default_matmul_precision("highest"):  # no TF32 in the physics
+        after = jax.vmap(env.step)(now, action)
+    terminated = after.terminated | ~jnp.all(jnp.isfinite(after.obs), axis=-1)  # physics that blew up ends too
+    truncated = (episode_step + 1 >= args.episode_length) & ~terminated
+    done = terminated | truncated
+
+    def restart(start, x):
+        return jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start, x)
+
+    carry = (jax.tree.map(restart, starts, after), jnp.where(done, 0, episode_step + 1))
+    return carry, (terminated, truncated, bin_index(env, after.obs), env.frame(after.physics))
+
+
+# ----------------------------------------------------------------------------------- run folder and checkpoint
+METRICS = """iteration steps seconds steps_per_second coverage outside replay_entropy contrastive_loss accuracy
+    logits_positive logits_negative logsumexp tau reward_mean reward_std phi_variance psi_variance critic_loss q_target
+    actor_loss entropy alpha_loss alpha gamma_cl parameter_norm""".split()  # the columns of metrics.csv
+
+
+def fail(message, code=2):
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def clock(seconds):
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:,.1f} h"
+
+
+def write_atomically(path, write):
+    """write(file) into a temporary file, which then takes the place of path: a kill or a full disk loses nothing."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def leaf_name(path):
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def save_checkpoint(path, state):
+    """Every array of the state under its name. np.savez fetches and writes them one after the other."""
+    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(state)}
+    write_atomically(path, lambda file: np.savez(file, **leaves))
+
+
+def load_checkpoint(path, template):
+    """The state in path, whose arrays must have the names, shapes and dtypes of template."""
+
+    def restore(name, expected):
+        array = file[leaf_name(name)]
+        if (array.shape, array.dtype) != (expected.shape, expected.dtype):
+            found = f"{array.dtype}{list(array.shape)}, not {expected.dtype}{list(expected.shape)}"
+            raise ValueError(f"{leaf_name(name)} is {found}")
+        return jnp.array(array)
+
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return jax.tree_util.tree_map_with_path(restore, template)
+    except Exception as error:  # missing, truncated and mismatched files raise different exceptions
+        fail(f"{path} is no checkpoint of this run ({error}): put a copy in its place, or start without --resume")
+
+
+def read_metrics(path, iteration):
+    """The rows of metrics.csv up to an iteration, as dictionaries."""
+    try:
+        with open(path, newline="") as file:
+            reader = csv.DictReader(file)
+            rows = [row for row in reader if None not in row.values()]  # a kill may have cut the last one
+    except (OSError, csv.Error) as error:
+        fail(f"{path}: {error}; it belongs to the checkpoint beside it")
+    if reader.fieldnames != METRICS:
+        fail(f"{path} is of another version of this script")
+    return [row for row in rows if int(row["iteration"]) <= iteration]
+
+
+def write_metrics(path, rows):
+    text = io.StringIO()
+    writer = csv.DictWriter(text, METRICS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+
+
+def nbytes(tree):
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def check_memory(args, template):
+    """One line and exit code 2, before anything is allocated, if the state of the run does not fit the device."""
+    device = jax.devices()[0]
+    limits = device.memory_stats() or {}  # a CPU has none
+    there = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if nbytes(template) > there:
+        sizes = f"the run's state needs {nbytes(template) / 1e9:,.1f} GB, the device ({device.platform}) has"
+        fail(f"{sizes} {there / 1e9:,.1f} GB: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
+
+
+def start_run(args, init, template, buffers):
+    """Make the run's folder, or open the one to resume. Returns it, the state (init(), or the checkpoint's) and the
+    seconds spent so far. template has the state's shapes; buffers says in words what takes the memory."""
+    check_memory(args, template)
+    state = None
+    rows = []
+    if args.resume:
+        folder = Path(args.resume)
+        state = load_checkpoint(folder / "checkpoint.npz", template)
+        rows = read_metrics(folder / "metrics.csv", int(state.iteration))
+        if state.iteration >= args.num_iterations:
+            fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
+    else:
+        name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = Path(args.run_dir) / name
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
+    config = json.dumps(dataclasses.asdict(args) | {"resume": ""}, indent=1)
+    write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
+    write_metrics(folder / "metrics.csv", rows)
+
+    device = jax.devices()[0]
+    print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
+    print(f"device {device.platform} ({device.device_kind}), {buffers}", flush=True)
+    if device.platform == "cpu" and args.preset == "paper":
+        print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
+    seconds = float(rows[-1]["seconds"]) if rows else 0.0
+    return folder, state or init(), seconds
+
+
+def compile_iteration(args, env, state):
+    """train_iteration for this state, compiled now, so that the first iteration is timed like the others."""
+    began = time.time()
+    iterate = train_iteration.lower(args, env, state).compile()
+    print(f"compiled in {clock(time.time() - began)}", flush=True)
+    return iterate
+
+
+def finite_metrics(args, folder, iteration, metrics):
+    """The metrics as numbers. One that is not finite ends the run; but before the first update, and while the
+    parameters are finite, nan means: no value yet."""
+    values = {name: float(metrics[name]) for name in METRICS if name in metrics}
+    missing = [name for name, x in values.items() if not math.isfinite(x)]
+    waiting = iteration < args.first_update and math.isfinite(values.get("parameter_norm", 0.0))
+    for name in missing:
+        if not waiting or not math.isnan(values[name]):
+            words = f"iteration {iteration}: {name} is {values[name]}"
+            fail(f"{words}; the last good checkpoint, if any, is kept in {folder}", code=1)
+    return {name: x for name, x in values.items() if name not in missing}
+
+
+def show_progress(args, bar, row):
+    """On a terminal tqdm's bar; elsewhere a line for each twentieth of the run."""
+    name = "coverage" if "coverage" in row else "achievements"
+    result = f"{name} {round(row[name], 2):,.10g}, {row['steps_per_second']:,.0f} steps/s"
+    iterations_left = args.num_iterations - row["iteration"]
+    if not bar.disable:
+        bar.set_postfix_str(result, refresh=False)
+        bar.update()
+    elif row["iteration"] % math.ceil(args.num_iterations / 20) == 0 or not iterations_left:
+        left = f"{clock(iterations_left * args.steps_per_iteration / row['steps_per_second'])} left"
+        when = left if row["iteration"] >= args.first_update else "not learning yet"
+        print(f"{row['iteration'] / args.num_iterations:4.0%}  {result}, {when}", flush=True)
+
+
+def iterations(args, folder, state, seconds, iterate):
+    """Yield (state, row of metrics, whatever else iterate returns) after each iteration. Writes metrics.csv, shows the
+    progress, and saves checkpoints when the caller is done with the iteration. Stops at Ctrl-C and SIGTERM."""
+    if args.track:
+        import wandb
+
+        wandb.init(project="ctec", id=folder.name, resume="allow", config=dataclasses.asdict(args), dir=folder)
+    received = []  # signals
+    handle = lambda number, _: received.append(signal.Signals(number))
+    handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    first = int(state.iteration) + 1
+    layout = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
+    bar = tqdm(total=args.num_iterations, initial=first - 1, bar_format=layout, disable=None)  # None: if no terminal
+    log = open(folder / "metrics.csv", "a", newline="")
+    writer = csv.DictWriter(log, METRICS, lineterminator="\n")
+    recent = collections.deque(maxlen=20)  # seconds of the latest iterations, without those before the first update
+    saved = time.time()
+    try:
+        for iteration in range(first, args.num_iterations + 1):
+            began = time.time()
+            state, metrics, *more = iterate(state)
+            metrics = jax.device_get(metrics)
+            spent = time.time() - began
+            seconds += spent
+            if iteration <= args.first_update:
+                recent.clear()
+            recent.append(spent)
+
+            values = finite_metrics(args, folder, iteration, metrics)
+            rate = len(recent) * args.steps_per_iteration / sum(recent)
+            row = {"iteration": iteration, "steps": iteration * args.steps_per_iteration}
+            row |= {"seconds": round(seconds, 1), "steps_per_second": round(rate, 1)} | values
+            writer.writerow(row)
+            log.flush()
+            if args.track:
+                wandb.log(row, step=row["steps"])
+            show_progress(args, bar, row)
+            yield state, row, *more
+
+            last = iteration == args.num_iterations
+            if received or last or time.time() - saved >= 60 * args.checkpoint_minutes:
+                try:
+                    save_checkpoint(folder / "checkpoint.npz", state)
+                except (OSError, MemoryError) as error:  # there may be room again before the next one
+                    if received or last:
+                        raise
+                    bar.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+                saved = time.time()
+            if received and not last:
+                bar.close()
+                resume = f"python {Path(__file__).name} --resume {folder}"
+                fail(f"stopped by {received[0].name}; go on with: {resume}", code=128 + received[0])
+    finally:
+        bar.close()
+        log.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if args.track:
+            wandb.finish()
+
+
+# ---------------------------------------------------------------------------------------------------- pictures
+def picture_iterations(args):
+    """Five moments of a run, the end among them."""
+    return {round(k * args.num_iterations / 5) for k in range(1, 6)}
+
+
+def draw_places(axes, env, title, values=None, **style):
+    """Walls, start, and the (x, y) values if there are any."""
+    for x, y, width, height in env.outlines:
+        axes.fill([x, x + width, x + width, x], [y, y, y + height, y + height], color="0.4")
+    axes.plot(*env.start, "o", color="red")
+    axes.set(title=title, xlabel="x (m)", ylabel="y (m)", aspect="equal")
+    if values is not None:
+        extent = (env.low[0], env.high[0], env.low[1], env.high[1])
+        return axes.imshow(values.T, origin="lower", extent=extent, **style)
+
+
+def of_bins(env):
+    return f" of {env.free_bins:,}" if env.free_bins else ""
+
+
+def save_coverage(args, env, folder, visited, steps, frames):
+    """coverage.png and .npz, and the last steps: rollout.html (Brax's viewer) or rollout.png (of 16 points)."""
+    from matplotlib.figure import Figure
+
+    visited = np.asarray(visited).reshape(env.grid_shape)
+    write_atomically(folder / "coverage.npz", lambda file: np.savez(file, visited=visited, low=env.low, high=env.high))
+    figure = Figure((7, 6), layout="constrained")
+    flat = visited.reshape(*env.grid_shape[:2], -1).any(axis=-1)
+    title = f"{args.env}: {visited.sum():,}{of_bins(env)} bins in {steps:,} steps"
+    draw_places(figure.add_subplot(), env, title, np.where(flat, 0.6, np.nan), cmap="Blues", vmin=0, vmax=1)
+    figure.savefig(folder / "coverage.png", dpi=100)
+
+    frames = jax.tree.map(lambda *x: np.concatenate(x)[-args.episode_length :], *frames)
+    if hasattr(env, "scene"):
+        poses = [jax.tree.map(lambda x, t=t: x[t], frames) for t in range(len(frames.pos))]
+        states = [base.State(q=None, qd=None, x=x, xd=None, contact=None) for x in poses]
+        (folder / "rollout.html").write_text(html.render(env.scene, states))
+    else:
+        figure = Figure((7, 6), layout="constrained")
+        axes = figure.add_subplot()
+        draw_places(axes, env, f"{args.env}: the last {len(frames)} steps of {frames.shape[1]} points")
+        axes.plot(*frames.transpose(2, 0, 1), ".", markersize=1)
+        figure.savefig(folder / "rollout.png", dpi=100)
+
+
+# -------------------------------------------------------------------------------------------------------- main
+def parse_args(argv=None):
+    """Explicit flags win over the preset, the preset over the paper's changes for one robot, those over the defaults.
+    With --resume, explicit flags win over the arguments of the earlier run."""
+    parse = functools.partial(tyro.cli, Args, args=argv, description=__doc__)
+    args = parse()
+    if not args.resume:
+        robot = args.env.split("_")[0]
+        return parse(default=Args(**PAPER.get(robot, {}) | PRESETS[args.preset]))
+    try:
+        earlier = json.loads((Path(args.resume) / "args.json").read_text())
+        default = Args(**earlier | {"resume": args.resume})
+    except (OSError, ValueError, TypeError) as error:
+        fail(f"--resume {args.resume}: it is not the folder of a run of this script ({error})")
+    return parse(default=default)
+
+
+MAY_BE_ZERO = ("seed", "checkpoint_minutes", "logsumexp_penalty", "noise", "forward_coef", "entropy_coef", "value_coef",
+               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum")  # fmt: skip
+AT_MOST_ONE = ("target_rate", "gae_lambda", "forward_weight")
+BELOW_ONE = ("gamma", "gamma_cl", "reward_momentum")
+
+
+def check_numbers(args):
+    """One line and exit code 2 for a number that makes no sense."""
+    if not args.run_dir:
+        fail("--run-dir: it must not be empty")
+    for name, value in dataclasses.asdict(args).items():
+        if type(value) not in (int, float):
+            continue
+        flag = f"--{name.replace('_', '-')} {value}"
+        if not math.isfinite(value):
+            fail(f"{flag}: it must be a finite number")
+        if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
+            fail(f"{flag}: it must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
+        if value > 1 and name in AT_MOST_ONE:
+            fail(f"{flag}: it must be at most 1")
+        if value >= 1 and name in BELOW_ONE:
+            fail(f"{flag}: it must be below 1")
+        if value >= 2**32 and name == "seed":
+            fail(f"{flag}: it must be below 2^32")
+
+
+def check_args(args):
+    check_numbers(args)
+    if args.batch_size < 2:
+        fail(f"--batch-size {args.batch_size}: it must be at least 2")
+    if args.gradient_steps < 1:
+        sizes = f"--multiplier {args.multiplier} and --batch-size {args.batch_size}"
+        fail(f"{sizes}: they leave no gradient step for an iteration")
+    if args.multiplier > 1000:
+        fail(f"--multiplier {args.multiplier}: it must be at most 1000")
+    if not 2 <= max(args.unroll_length, args.learning_starts) < args.replay_size:
+        fail(f"--replay-size {args.replay_size}: it must be above --unroll-length and --learning-starts")
+    devices = jax.device_count()
+    if args.num_envs % devices or args.batch_size % devices:
+        sizes = f"--num-envs {args.num_envs} and --batch-size {args.batch_size}"
+        fail(f"{sizes}: both must be multiples of the {devices} devices")
+
+
+def finish(env, folder, row):
+    """The last lines of a run, and what main returns."""
+    pictures = sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".html"))
+    print(f"coverage {row['coverage']:,.0f}{of_bins(env)} bins after {row['steps']:,} steps in {clock(row['seconds'])}")
+    print(f"pictures {', '.join(pictures)}")
+    print(f"folder   {folder}")
+    return row | {"folder": str(folder)}
+
+
+def check_variants(args):
+    """One line and exit code 2 for flags that make no sense together, or that nothing would read."""
+    if args.batch_size % args.repetition_factor:
+        fail(f"--repetition-factor {args.repetition_factor}: it must divide --batch-size {args.batch_size}")
+    if args.repetition_factor > args.batch_size // 2:
+        fail(
+            f"--repetition-factor {args.repetition_factor}: a batch of {args.batch_size} needs two trajectories or more"
+        )
+    start = args.gamma_cl_start
+    if start is not None and start >= 1:
+        fail(f"--gamma-cl-start {start}: it must be below 1")
+    if args.future_sampling == "uniform" and (start is not None or args.gamma_cl != Args.gamma_cl):
+        fail("--gamma-cl, --gamma-cl-start: uniform futures have no discount")
+    if args.logsumexp_penalty and args.loss not in ("infonce", "symmetric_infonce"):
+        fail(f"--logsumexp-penalty {args.logsumexp_penalty}: it is for InfoNCE, not for {args.loss}")
+    if args.critic == "monolithic":
+        for name in ("similarity", "reward_features", "representation_size"):
+            if getattr(args, name) != getattr(Args, name):
+                fail(f"--{name.replace('_', '-')} {getattr(args, name)}: a monolithic critic has no representations")
+
+
+def main(args):
+    """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
+    check_args(args)
+    check_variants(args)
+    env = make_env(args.env)
+    init = functools.partial(init_state, args, env)
+    template = jax.eval_shape(init)
+    buffers = f"replay buffer {nbytes(template.replay) / 1e6:,.0f} MB"
+    if jax.device_count() > 1:
+        buffers += f" over {jax.device_count()} devices"
+    folder, state, seconds = start_run(args, init, template, buffers)
+    state = split_over_devices(state)
+    frames = collections.deque(maxlen=math.ceil(args.episode_length / args.unroll_length))
+    iterate = compile_iteration(args, env, state)
+    for state, row, frame in iterations(args, folder, state, seconds, iterate):
+        frames.append(jax.device_get(frame))
+        if row["iteration"] in picture_iterations(args):
+            save_coverage(args, env, folder, state.coverage.visited, row["steps"], frames)
+    return finish(env, folder, row)
+
+
+if __name__ == "__main__":
+    try:
+        main(parse_args())
+    except (OSError, MemoryError) as error:  # a full disk, as a rule
+        fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
+    except KeyboardInterrupt:
+        fail("stopped before the first iteration", code=130)

@@ -1,0 +1,140 @@
+"""A SAC script on eight devices, which XLA simulates in a child process: what is computed, what is sent, and resuming
+on another number of them."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, SMALL_SAC, rows
+
+import ctec_sac_brax as ctec
+
+SMALL = SMALL_SAC | dict(num_envs=16, total_timesteps=16 * 16 * 4, replay_size=1024, encoder_width=16,
+                         representation_size=8)  # fmt: skip
+
+# What is asked of eight devices. One process, so that they are simulated and the script is compiled once.
+QUESTIONS = """
+import dataclasses, json, re, sys
+import jax, jax.numpy as jnp, numpy as np
+import ctec_sac_brax as ctec
+
+args = ctec.Args(**json.loads(sys.argv[1]))
+env = ctec.make_env(args.env)
+answers = {"devices": jax.device_count()}
+single = ctec.init_state(args, env)
+state = ctec.split_over_devices(single)
+places = lambda state: [str(x.sharding.spec) for x in (state.replay.obs, state.env.obs, state.agent.log_alpha.params)]
+answers["split"] = places(state)
+
+# the loss and its gradients of one batch, on one device and with its rows on eight
+pairs = ctec.Pairs(*(jax.random.normal(jax.random.PRNGKey(i), (32, n)) for i, n in ((1, 6), (2, 4))), jnp.ones(32))
+rows_on_devices = jax.tree.map(
+    lambda x: jax.device_put(x, jax.NamedSharding(ctec.device_mesh(), jax.P("envs"))), pairs)
+grad = jax.jit(jax.value_and_grad(lambda params, pairs: ctec.contrastive_loss(params, args, pairs)[0]))
+one, eight = grad(single.model.params, pairs), grad(state.model.params, rows_on_devices)
+answers["gradient_error"] = max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(*map(jax.tree.leaves, (one, eight))))
+
+# each device's share of a batch is of its own environments; an observation says where it comes from
+marked = single.replay.obs.at[..., 0].set(jnp.arange(args.num_envs)).at[..., 1].set(jnp.arange(1024.0)[:, None])
+replay = ctec.index_trajectories(state.replay.replace(obs=jax.device_put(marked, state.replay.obs.sharding), time=1024))
+
+@jax.jit
+def sample(replay):
+    batch = ctec.on_each_device(ctec.sample_batch, jax.random.PRNGKey(3), args, replay)
+    return batch, ctec.on_each_device(ctec.sample_futures, jax.random.PRNGKey(4), args, env, replay, batch)
+
+batch, futures = sample(replay)
+answers["environments"] = np.asarray(batch.obs[:, 0]).astype(int).tolist()
+answers["times"] = np.asarray(batch.obs[:, 1]).astype(int).tolist()
+answers["future_environments"] = np.asarray(futures.positive[:, 0]).astype(int).tolist()
+answers["offsets"] = np.asarray(futures.positive[:, 1] - batch.obs[:, 1]).astype(int).tolist()
+
+# training: what is sent, what is stored, what is counted
+iterate = ctec.train_iteration.lower(args, env, state).compile()
+answers["sent"] = re.findall(r"= (.*?) (?:all-gather|all-to-all|collective-permute|all-reduce)", iterate.as_text())
+for _ in range(4):
+    state, metrics, _ = iterate(state)
+answers["split_after"] = places(state)
+answers["loss"] = float(metrics["contrastive_loss"])
+stored = np.asarray(state.replay.obs)[: int(state.replay.time)]
+answers["written"] = bool(np.all(stored[..., 0] > 0))  # the maze's coordinates are above 0
+bins = np.asarray(ctec.bin_index(env, jnp.concatenate([state.replay.obs[1:64], state.env.obs[None]])))
+answers["bins"] = len(np.unique(bins))  # episodes have no end here: every position but the first was walked to
+answers["coverage"] = int(metrics["coverage"])
+print(json.dumps(answers))
+"""
+
+
+def on_devices(count, *command):
+    flags = f"--xla_force_host_platform_device_count={count} --xla_cpu_use_fusion_emitters=false"
+    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600, env=env)
+
+
+@pytest.fixture(scope="module")
+def answers():
+    done = on_devices(8, "-c", QUESTIONS, json.dumps(SMALL | dict(episode_length=1001, multiplier=0.01)))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_environments_and_replay_are_split_and_stay_so(answers):
+    assert answers["devices"] == 8
+    replay, envs, copied = answers["split"]
+    assert "'envs'" in replay and "None" in replay and "'envs'" in envs and "envs" not in copied
+    assert answers["split_after"] == answers["split"]
+
+
+def test_loss_and_gradients_are_those_of_one_device(answers):
+    assert answers["gradient_error"] < 1e-5
+
+
+def test_each_device_samples_its_own_environments(answers):
+    """Two environments and four rows a device. The replay is one trajectory of 1,024 steps."""
+    device = [env // 2 for env in answers["environments"]]
+    assert device == [row // 4 for row in range(32)]
+    assert answers["future_environments"] == answers["environments"]
+    assert len(set(answers["times"])) > 16  # every device has random numbers of its own
+    assert all(0 <= t < 1023 and 1 <= k < 1024 - t for t, k in zip(answers["times"], answers["offsets"]))
+
+
+def test_no_device_sends_its_replay(answers):
+    """Whatever is sent is far smaller than one number of each stored step; the largest is the histogram of the bins."""
+    shapes = [shape for sent in answers["sent"] for shape in re.findall(r"\[([\d,]*)\]", sent)]
+    sizes = [math.prod(int(length) for length in shape.split(",") if length) for shape in shapes]
+    assert 40 * 40 + 1 == max(sizes) < 1024 * 16 / 8
+
+
+def test_replay_and_coverage_add_up(answers):
+    assert answers["written"] and answers["loss"] > 0
+    assert answers["coverage"] == answers["bins"] > 1
+
+
+def test_a_run_goes_on_on_another_number_of_devices(tmp_path):
+    """From eight devices on four, and from there on one."""
+    script = ctec.__file__
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"run_dir": tmp_path}).items()]
+    first = on_devices(8, script, *flags)
+    assert first.returncode == 0, first.stderr
+    assert "over 8 devices" in first.stdout
+    folder = next(tmp_path.iterdir())
+    steps = SMALL["total_timesteps"]
+    for devices, more in ((4, 1.25), (1, 1.5)):
+        done = on_devices(devices, script, "--resume", str(folder), "--total-timesteps", str(int(steps * more)))
+        assert done.returncode == 0, done.stderr
+    table = rows(folder)
+    assert [int(row["iteration"]) for row in table] == [1, 2, 3, 4, 5, 6]
+    assert all(float(row["contrastive_loss"]) > 0 for row in table[2:])
+    assert float(table[-1]["coverage"]) >= float(table[3]["coverage"])
+    assert (Path(folder) / "coverage.png").exists()
+
+
+def test_a_number_that_the_devices_do_not_divide():
+    done = on_devices(8, ctec.__file__, "--env", "point_u_maze", "--preset", "laptop", "--num-envs", "100")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --num-envs 100 and --batch-size 256: both must be multiples of the 8 devices")
