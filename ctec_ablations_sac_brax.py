@@ -697,14 +697,26 @@ def init_state(args, env):
 
 
 # ----------------------------------------------------------------------------------------------------- devices
+PER_ENV = ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")  # fields of TrainState, (N, ...)
+
+
 def device_mesh():
     return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def partition(tree):
-    """How arrays of environments (N, ...) or of a replay (T, N, ...) are split over the devices."""
-    axes = (None, "envs") if isinstance(tree, Replay) else ("envs",)
-    return jax.tree.map(lambda x: jax.P(*axes[: x.ndim]), tree)
+def placed(tree, *axes):
+    """The first axes of the arrays are split over the devices where they are named "envs", else copied to them."""
+    if jax.device_count() == 1:
+        return tree
+    mesh = device_mesh()
+    place = lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*axes[: x.ndim])))
+    return jax.tree.map(place, tree)
+
+
+def split_over_devices(state):
+    """Environments and replay are split over the devices; everything else is copied to all of them."""
+    axes = {name: ("envs",) for name in PER_ENV} | {"replay": (None, "envs")}
+    return state.replace(**{name: placed(field, *axes.get(name, ())) for name, field in vars(state).items()})
 
 
 def on_each_device(sample, key, args, *inputs):
@@ -720,19 +732,12 @@ def on_each_device(sample, key, args, *inputs):
     def sample_share(key, *split):
         return sample(jax.random.fold_in(key, jax.lax.axis_index("envs")), share, *static, *split)
 
-    specs = (jax.P(), *(partition(x) for x in split))
-    return jax.shard_map(sample_share, mesh=device_mesh(), in_specs=specs, out_specs=jax.P("envs"))(key, *split)
+    def specs(tree):
+        axes = (None, "envs") if isinstance(tree, Replay) else ("envs",)
+        return jax.tree.map(lambda x: jax.P(*axes[: x.ndim]), tree)
 
-
-def split_over_devices(state):
-    """Environments and replay are split over the devices; everything else is copied to all of them."""
-    if jax.device_count() == 1:
-        return state
-    specs = jax.tree.map(lambda _: jax.P(), state)
-    specs = specs.replace(env=partition(state.env), episode_step=jax.P("envs"), replay=partition(state.replay))
-    mesh = device_mesh()
-    place = lambda x, spec: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, spec))
-    return jax.tree.map(place, state, specs)
+    in_specs = (jax.P(), *map(specs, split))
+    return jax.shard_map(sample_share, mesh=device_mesh(), in_specs=in_specs, out_specs=jax.P("envs"))(key, *split)
 
 
 # ---------------------------------------------------------------------------------------------------- coverage
@@ -1264,12 +1269,13 @@ def start_run(args, init, template, buffers):
     write_metrics(folder / "metrics.csv", rows)
 
     device = jax.devices()[0]
+    devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"device {device.platform} ({device.device_kind}), {buffers}", flush=True)
+    print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
     if device.platform == "cpu" and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     seconds = float(rows[-1]["seconds"]) if rows else 0.0
-    return folder, state or init(), seconds
+    return folder, split_over_devices(state or init()), seconds
 
 
 def compile_iteration(args, env, state):
@@ -1455,6 +1461,8 @@ def check_numbers(args):
             fail(f"{flag}: it must be below 1")
         if value >= 2**32 and name == "seed":
             fail(f"{flag}: it must be below 2^32")
+        if name in ("num_envs", "batch_size") and value % jax.device_count():
+            fail(f"{flag}: it must be a multiple of the {jax.device_count()} devices")
 
 
 def check_args(args):
@@ -1468,10 +1476,6 @@ def check_args(args):
         fail(f"--multiplier {args.multiplier}: it must be at most 1000")
     if not 2 <= max(args.unroll_length, args.learning_starts) < args.replay_size:
         fail(f"--replay-size {args.replay_size}: it must be above --unroll-length and --learning-starts")
-    devices = jax.device_count()
-    if args.num_envs % devices or args.batch_size % devices:
-        sizes = f"--num-envs {args.num_envs} and --batch-size {args.batch_size}"
-        fail(f"{sizes}: both must be multiples of the {devices} devices")
 
 
 def finish(env, folder, row):
@@ -1512,10 +1516,7 @@ def main(args):
     init = functools.partial(init_state, args, env)
     template = jax.eval_shape(init)
     buffers = f"replay buffer {nbytes(template.replay) / 1e6:,.0f} MB"
-    if jax.device_count() > 1:
-        buffers += f" over {jax.device_count()} devices"
     folder, state, seconds = start_run(args, init, template, buffers)
-    state = split_over_devices(state)
     frames = collections.deque(maxlen=math.ceil(args.episode_length / args.unroll_length))
     iterate = compile_iteration(args, env, state)
     for state, row, frame in iterations(args, folder, state, seconds, iterate):

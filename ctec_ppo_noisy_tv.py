@@ -508,7 +508,8 @@ def update(args, env, state, rollout, key):
     last_value = ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, states[-1])[1]
     advantage = gae(args, scaled, rollout.value, rollout.done, last_value)
 
-    # gradient steps of model and agent
+    # gradient steps of model and agent; a batch may be of any environments
+    states, action, left, known, rollout, advantage = placed((states, action, left, known, rollout, advantage))
     flat = lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...)
     steps = jax.tree.map(flat, (rollout.replace(obs=None), advantage))  # obs are the first rows of flat(states)
     optimizer = clipped_adam(args, args.learning_rate)
@@ -533,7 +534,7 @@ def update(args, env, state, rollout, key):
             agent, ppo_metrics = gradient_update(ppo_rows_loss, agent, optimizer, args, env, batch, batch_advantage)
             return (agent, model), metrics | ppo_metrics
 
-        return jax.lax.scan(step, models, order.reshape(-1, args.batch_size))
+        return jax.lax.scan(step, models, placed(order.reshape(-1, args.batch_size), None, "envs"))
 
     keys = jax.random.split(key_epochs, args.update_epochs)
     (agent, model), metrics = jax.lax.scan(epoch, (state.agent, state.model), keys)
@@ -553,7 +554,7 @@ def train_iteration(args, env, state):
     # learn from the rollout
     state, metrics = update(args, env, state, rollout, key_update)
     metrics["parameter_norm"] = optax.global_norm((state.model.params, state.agent.params))
-    return state, metrics | visit_metrics(env, state.visits, rollout.cell)
+    return split_over_devices(state), metrics | visit_metrics(env, state.visits, rollout.cell)
 
 
 # ----------------------------------------------------------------------------------------------- initial state
@@ -595,7 +596,30 @@ def init_state(args, env):
 
 
 # ==================================================================================================== appendix
-# What a reader of the method does not need: coverage, the grid, the run's folder, pictures, and main.
+# What a reader of the method does not need: devices, coverage, the grid, the run's folder, pictures, and main.
+
+
+# ----------------------------------------------------------------------------------------------------- devices
+PER_ENV = ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")  # fields of TrainState, (N, ...)
+
+
+def device_mesh():
+    return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def placed(tree, *axes):
+    """The first axes of the arrays are split over the devices where they are named "envs", else copied to them."""
+    if jax.device_count() == 1:
+        return tree
+    mesh = device_mesh()
+    place = lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*axes[: x.ndim])))
+    return jax.tree.map(place, tree)
+
+
+def split_over_devices(state):
+    """Environments and replay are split over the devices; everything else is copied to all of them."""
+    axes = {name: ("envs",) for name in PER_ENV} | {"replay": (None, "envs")}
+    return state.replace(**{name: placed(field, *axes.get(name, ())) for name, field in vars(state).items()})
 
 
 # ---------------------------------------------------------------------------------------------------- coverage
@@ -822,12 +846,13 @@ def start_run(args, init, template, buffers):
     write_metrics(folder / "metrics.csv", rows)
 
     device = jax.devices()[0]
+    devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"device {device.platform} ({device.device_kind}), {buffers}", flush=True)
+    print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
     if device.platform == "cpu" and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     seconds = float(rows[-1]["seconds"]) if rows else 0.0
-    return folder, state or init(), seconds
+    return folder, split_over_devices(state or init()), seconds
 
 
 def compile_iteration(args, env, state):
@@ -1004,6 +1029,8 @@ def check_numbers(args):
             fail(f"{flag}: it must be below 1")
         if value >= 2**32 and name == "seed":
             fail(f"{flag}: it must be below 2^32")
+        if name in ("num_envs", "batch_size") and value % jax.device_count():
+            fail(f"{flag}: it must be a multiple of the {jax.device_count()} devices")
 
 
 def check_tv_args(args):

@@ -88,6 +88,8 @@ class Args:
     """steps in each environment before the update of an iteration (paper Table 5)"""
     reset_ratio: int = 16
     """optimistic resets: one new world is made for this many environment steps (Craftax baselines)"""
+    worlds_at_once: int | None = None
+    """new worlds that are made at the same time (default: 1024; 8 on a CPU, where XLA makes copies of the first 8)"""
     num_minibatches: int = 8
     """minibatches of an epoch of PPO, each of some environments' whole sequences (Craftax baselines)"""
     update_epochs: int = 4
@@ -341,7 +343,7 @@ def update_ppo(args, model, learning_rate, key, hidden, rollout, advantage):
     optimizer = clipped_adam(args, learning_rate)
 
     def epoch(model, key):
-        order = jax.random.permutation(key, args.num_envs).reshape(args.num_minibatches, -1)
+        order = placed(jax.random.permutation(key, args.num_envs).reshape(args.num_minibatches, -1), None, "envs")
 
         def step(model, envs):
             minibatch = jax.tree.map(lambda x: x[:, envs], (rollout, advantage))
@@ -381,8 +383,7 @@ def act(args, env, params, now, key):
     hidden, log_probs, value = policy(params, args, now.hidden, now.obs[None], now.first[None])
     action = jax.random.categorical(key_action, log_probs[0])
     log_prob = jnp.take_along_axis(log_probs[0], action[:, None], axis=-1)[:, 0]
-    keys = jax.random.split(key_env, len(action))
-    world, obs, reward, done = jax.vmap(env.step)(keys, now.world, action)
+    world, obs, reward, done = jax.vmap(env.step)(jax.random.split(key_env, len(action)), now.world, action)
     after = Players(world, obs, jnp.zeros_like(done), hidden, now.length + 1, now.reward + reward)
     return after, Rollout(now.obs, now.first, action, log_prob, value[0], reward, done)
 
@@ -391,7 +392,7 @@ def collect(args, env, state, key):
     """`num_steps` steps in every environment. An episode that ends goes on in a new world. These are made beforehand,
     one for `reset_ratio` environment steps, and taken in turn (again from the first one, should they run out)."""
     key_worlds, key_steps = jax.random.split(key)
-    starts = init_players(args, env, key_worlds, math.ceil(args.steps_per_iteration / args.reset_ratio))
+    starts = placed(init_players(args, env, key_worlds, math.ceil(args.steps_per_iteration / args.reset_ratio)))
 
     def step(carry, key):
         now, used = carry
@@ -431,12 +432,14 @@ def update_model(args, loss_fn, model, key, states, action, done):
     envs = done.shape[1]
 
     def epoch(model, key):
+        order = placed(jax.random.permutation(key, done.size).reshape(args.model_minibatches, -1), None, "envs")
+
         def step(model, rows):
             next_obs = flat(states)[rows + envs]
             batch = Transitions(flat(states)[rows], flat(action)[rows], next_obs, 1.0 - flat(done)[rows])
             return gradient_update(loss_fn, model, optimizer, args, batch)
 
-        return jax.lax.scan(step, model, jax.random.permutation(key, done.size).reshape(args.model_minibatches, -1))
+        return jax.lax.scan(step, model, order)
 
     model, metrics = jax.lax.scan(epoch, model, jax.random.split(key, args.model_epochs))
     return model, jax.tree.map(jnp.mean, metrics)
@@ -450,7 +453,7 @@ def update_agent(args, state, hidden, rollout, reward, key):
     advantage = gae(args, reward, rollout.value, rollout.done, last_value)
 
     def learn(agent):
-        return update_ppo(args, agent, learning_rate, key, hidden, rollout, advantage)
+        return update_ppo(args, agent, learning_rate, key, *placed((hidden, rollout, advantage)))
 
     def wait(agent):
         metrics = jax.eval_shape(learn, agent)[1]
@@ -470,8 +473,8 @@ def update(args, state, hidden, rollout, key):
         visits = Visits(states[1:], rollout.done, state.root)
         intrinsic, root = intrinsic_reward(state.model.params, args, visits)
         reward += args.intrinsic_coef * intrinsic
-        transitions = (states, rollout.action, rollout.done)
-        model, metrics = update_model(args, model_loss, state.model, key_model, *transitions)
+        steps = placed((states, rollout.action, rollout.done))
+        model, metrics = update_model(args, model_loss, state.model, key_model, *steps)
         metrics |= {"reward_mean": jnp.mean(intrinsic), "reward_std": jnp.std(intrinsic)}
         state = state.replace(model=model, root=root)
     agent, ppo_metrics = update_agent(args, state, hidden, rollout, reward, key_agent)
@@ -493,13 +496,19 @@ def train_iteration(args, env, state):
     # learn from the rollout
     state, metrics = update(args, state.replace(random_rates=random_rates), hidden, rollout, key_update)
     metrics["parameter_norm"] = optax.global_norm((state.model.params, state.agent.params))
-    return state, metrics | episode_metrics(state.episodes)
+    return split_over_devices(state), metrics | episode_metrics(state.episodes)
 
 
 # ----------------------------------------------------------------------------------------------- initial state
+def make_worlds(args, env, key, number):
+    """env.reset for so many new episodes: all at once would take much memory."""
+    at_once = args.worlds_at_once or (8 if jax.default_backend() == "cpu" else 1024)
+    return map_in_pieces(env.reset, jax.random.split(key, number), at_once)
+
+
 def init_players(args, env, key, number):
-    """Players in new worlds, which are made 32 at a time: more need much memory, and a CPU is slower with more."""
-    world, obs = jax.lax.map(env.reset, jax.random.split(key, number), batch_size=32)
+    """Players in new worlds."""
+    world, obs = make_worlds(args, env, key, number)
     return Players(
         world=world,
         obs=obs,
@@ -541,7 +550,40 @@ def init_state(args, env):
 
 
 # ==================================================================================================== appendix
-# What a reader of the method does not need: achievements, the game, the run's folder, pictures, and main.
+# What a reader of the method does not need: devices, achievements, the game, the run's folder, pictures, and main.
+
+
+# ----------------------------------------------------------------------------------------------------- devices
+PER_ENV = ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")  # fields of TrainState, (N, ...)
+
+
+def device_mesh():
+    return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def placed(tree, *axes):
+    """The first axes of the arrays are split over the devices where they are named "envs", else copied to them."""
+    if jax.device_count() == 1:
+        return tree
+    mesh = device_mesh()
+    place = lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*axes[: x.ndim])))
+    return jax.tree.map(place, tree)
+
+
+def split_over_devices(state):
+    """Environments and replay are split over the devices; everything else is copied to all of them."""
+    axes = {name: ("envs",) for name in PER_ENV} | {"replay": (None, "envs")}
+    return state.replace(**{name: placed(field, *axes.get(name, ())) for name, field in vars(state).items()})
+
+
+def map_in_pieces(function, tree, size):
+    """function for each row of the arrays, for `size` rows at a time (or the largest divisor of their number that also
+    divides it). A piece has rows from all over the arrays: each device has its share of them."""
+    number = len(jax.tree.leaves(tree)[0])
+    size = math.gcd(number, size)
+    cut = lambda x: placed(x.reshape(size, -1, *x.shape[1:]).swapaxes(0, 1), None, "envs")
+    join = lambda x: x.swapaxes(0, 1).reshape(number, *x.shape[2:])
+    return jax.tree.map(join, jax.lax.map(jax.vmap(function), jax.tree.map(cut, tree)))
 
 
 # ------------------------------------------------------------------------------------------------ achievements
@@ -751,12 +793,13 @@ def start_run(args, init, template, buffers):
     write_metrics(folder / "metrics.csv", rows)
 
     device = jax.devices()[0]
+    devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"device {device.platform} ({device.device_kind}), {buffers}", flush=True)
+    print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
     if device.platform == "cpu" and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     seconds = float(rows[-1]["seconds"]) if rows else 0.0
-    return folder, state or init(), seconds
+    return folder, split_over_devices(state or init()), seconds
 
 
 def compile_iteration(args, env, state):
@@ -967,6 +1010,8 @@ def check_numbers(args):
             fail(f"{flag}: it must be below 1")
         if value >= 2**32 and name == "seed":
             fail(f"{flag}: it must be below 2^32")
+        if name in ("num_envs", "batch_size") and value % jax.device_count():
+            fail(f"{flag}: it must be a multiple of the {jax.device_count()} devices")
 
 
 def check_ppo_args(args):

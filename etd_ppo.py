@@ -97,6 +97,8 @@ class Args:
     """parallel environments (paper Table 2; 256 on the humanoid)"""
     num_steps: int = 128
     """steps in each environment before the update of an iteration; futures end with them (ETD: 512, 16 environments)"""
+    worlds_at_once: int | None = None
+    """new worlds that are made at the same time (default: 1024; 8 on a CPU, where XLA makes copies of the first 8)"""
     episode_length: int = 1000
     """steps after which an episode is truncated (paper Table 2; 10,000 in Craftax, as the game does)"""
     batch_size: int = 1024
@@ -305,19 +307,18 @@ def etd_reward(params, args, states, done, memory):
     z, _ = encode_state(params, args, states)  # (T+1, N, features)
     old = memory.states
     if args.memory == "observations":
-        old = jax.lax.map(lambda obs: encode_state(params, args, obs)[0], old, batch_size=32)
+        old = map_in_pieces(lambda obs: encode_state(params, args, obs)[0], old, 32)
 
     def nearest(inputs):
         z, old, count, episode = inputs  # of one environment
-        t = jnp.arange(len(z) - 1)
-        episode = episode[:-1]
+        t = jnp.arange(len(episode))
         in_memory = (jnp.arange(len(old)) < count) & (episode[:, None] == 0)  # (T, M)
         in_rollout = (episode == episode[:, None]) & (t <= t[:, None])  # (T, T)
         distance = mrn_distance(jnp.concatenate([old, z[:-1]]), z[1:, None])  # (T, M+T)
         return jnp.min(jnp.where(jnp.concatenate([in_memory, in_rollout], axis=1), distance, jnp.inf), axis=1)
 
-    inputs = (z.swapaxes(0, 1), old, memory.count, episode_numbers(done).T)
-    reward = jnp.where(done, 0.0, jax.lax.map(nearest, inputs, batch_size=16).T)
+    inputs = (z.swapaxes(0, 1), old, memory.count, episode_numbers(done)[:-1].T)
+    reward = jnp.where(done, 0.0, map_in_pieces(nearest, inputs, 16).T)
     kept = z if args.memory == "embeddings" else states
     return reward, insert_states(memory, kept[:-1], done)
 
@@ -535,7 +536,7 @@ class Rollout:
 def collect(args, env, state, key):
     """`num_steps` steps in every environment. The start states of new episodes are drawn once an iteration."""
     key_start, key_actions = jax.random.split(key)
-    starts = init_env_states(args, env, key_start)
+    starts = make_worlds(args, env, key_start, args.num_envs)
     actions = action_distribution(env)
     policy = lambda obs: ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, obs)
 
@@ -595,15 +596,14 @@ def update(args, env, state, rollout, key):
     states = jnp.concatenate([rollout.obs, state.env.obs[None]])  # (T+1, N, state_size)
     action = actions.vector(rollout.action)
 
-    # intrinsic rewards and their advantages
+    # intrinsic rewards and their advantages; a truncated episode would have gone on, so its final value is added
     reward, memory = intrinsic_reward(state.model.params, args, key_reward, states, action, rollout.done, state.memory)
     moments, scaled = standardize(args, state.reward_moments, state.iteration, reward)
-    scaled = scaled + args.gamma * rollout.final_value  # a truncated episode would have gone on
     last_value = ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, states[-1])[1]
-    advantage = gae(args, scaled, rollout.value, rollout.done, last_value)
+    advantage = gae(args, scaled + args.gamma * rollout.final_value, rollout.value, rollout.done, last_value)
 
-    # gradient steps of encoders and agent
-    left = steps_left(rollout.done)
+    # gradient steps of encoders and agent; a batch may be of any environments
+    states, action, left, rollout, advantage = placed((states, action, steps_left(rollout.done), rollout, advantage))
     flat = lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...)
     steps = jax.tree.map(flat, (rollout.replace(obs=None), advantage))  # obs are the first rows of flat(states)
     optimizer = clipped_adam(args, args.learning_rate)
@@ -624,10 +624,10 @@ def update(args, env, state, rollout, key):
             agent, ppo_metrics = gradient_update(ppo_rows_loss, agent, optimizer, args, env, batch, batch_advantage)
             return (agent, model), metrics | ppo_metrics
 
-        return jax.lax.scan(step, models, order.reshape(-1, args.batch_size))
+        return jax.lax.scan(step, models, placed(order.reshape(-1, args.batch_size), None, "envs"))
 
-    keys = jax.random.split(key_epochs, args.update_epochs)
-    (agent, model), metrics = jax.lax.scan(epoch, (state.agent, state.model), keys)
+    models = (state.agent, state.model)
+    (agent, model), metrics = jax.lax.scan(epoch, models, jax.random.split(key_epochs, args.update_epochs))
     metrics = jax.tree.map(jnp.mean, metrics) | {"reward_mean": jnp.mean(reward), "reward_std": jnp.std(reward)}
     metrics |= {"memory_overflow": memory.overflow} if memory else {}
     return state.replace(memory=memory, reward_moments=moments, agent=agent, model=model), metrics
@@ -646,13 +646,14 @@ def train_iteration(args, env, state):
     state, metrics = update(args, env, state, rollout, key_update)
     metrics["parameter_norm"] = optax.global_norm((state.model.params, state.agent.params))
     metrics |= coverage_metrics(state.success) if env.grid_shape else episode_metrics(state.success)
-    return state, metrics, frames if env.grid_shape else None
+    return split_over_devices(state), metrics, frames if env.grid_shape else None
 
 
 # ----------------------------------------------------------------------------------------------- initial state
-def init_env_states(args, env, key):
-    """Start states, made 32 at a time: more worlds of Craftax need much memory, and a CPU is slower with more."""
-    return jax.lax.map(env.reset, jax.random.split(key, args.num_envs), batch_size=32)
+def make_worlds(args, env, key, number):
+    """env.reset for so many new episodes: all at once would take much memory."""
+    at_once = args.worlds_at_once or (8 if jax.default_backend() == "cpu" else 1024)
+    return map_in_pieces(env.reset, jax.random.split(key, number), at_once)
 
 
 def init_memory(args, env):
@@ -680,7 +681,7 @@ def init_state(args, env):
     return TrainState(
         key=key,
         iteration=jnp.int32(0),
-        env=init_env_states(args, env, key_env),
+        env=make_worlds(args, env, key_env, args.num_envs),
         episode_step=episode_step,
         success=init_coverage(env) if env.grid_shape else init_episodes(args),
         memory=init_memory(args, env) if args.bonus == "etd" else None,
@@ -691,7 +692,40 @@ def init_state(args, env):
 
 
 # ==================================================================================================== appendix
-# What a reader of the method does not need: coverage and achievements, environments, the run's folder, pictures, main.
+# What a reader of the method does not need: devices, success, environments, the run's folder, pictures, and main.
+
+
+# ----------------------------------------------------------------------------------------------------- devices
+PER_ENV = ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")  # fields of TrainState, (N, ...)
+
+
+def device_mesh():
+    return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def placed(tree, *axes):
+    """The first axes of the arrays are split over the devices where they are named "envs", else copied to them."""
+    if jax.device_count() == 1:
+        return tree
+    mesh = device_mesh()
+    place = lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*axes[: x.ndim])))
+    return jax.tree.map(place, tree)
+
+
+def split_over_devices(state):
+    """Environments and replay are split over the devices; everything else is copied to all of them."""
+    axes = {name: ("envs",) for name in PER_ENV} | {"replay": (None, "envs")}
+    return state.replace(**{name: placed(field, *axes.get(name, ())) for name, field in vars(state).items()})
+
+
+def map_in_pieces(function, tree, size):
+    """function for each row of the arrays, for `size` rows at a time (or the largest divisor of their number that also
+    divides it). A piece has rows from all over the arrays: each device has its share of them."""
+    number = len(jax.tree.leaves(tree)[0])
+    size = math.gcd(number, size)
+    cut = lambda x: placed(x.reshape(size, -1, *x.shape[1:]).swapaxes(0, 1), None, "envs")
+    join = lambda x: x.swapaxes(0, 1).reshape(number, *x.shape[2:])
+    return jax.tree.map(join, jax.lax.map(jax.vmap(function), jax.tree.map(cut, tree)))
 
 
 # ----------------------------------------------------------------------------------- coverage and achievements
@@ -1298,12 +1332,13 @@ def start_run(args, init, template, buffers):
     write_metrics(folder / "metrics.csv", rows)
 
     device = jax.devices()[0]
+    devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"device {device.platform} ({device.device_kind}), {buffers}", flush=True)
+    print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
     if device.platform == "cpu" and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     seconds = float(rows[-1]["seconds"]) if rows else 0.0
-    return folder, state or init(), seconds
+    return folder, split_over_devices(state or init()), seconds
 
 
 def compile_iteration(args, env, state):
@@ -1510,6 +1545,8 @@ def check_numbers(args):
             fail(f"{flag}: it must be below 1")
         if value >= 2**32 and name == "seed":
             fail(f"{flag}: it must be below 2^32")
+        if name in ("num_envs", "batch_size") and value % jax.device_count():
+            fail(f"{flag}: it must be a multiple of the {jax.device_count()} devices")
 
 
 def check_etd_args(args):

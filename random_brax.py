@@ -138,7 +138,7 @@ def train_iteration(args, env, state):
     """Collect; nothing is trained."""
     state = state.replace(iteration=state.iteration + 1)
     state, frames = collect(args, env, state, state.key)
-    return state, coverage_metrics(state.coverage), frames
+    return split_over_devices(state), coverage_metrics(state.coverage), frames
 
 
 # ----------------------------------------------------------------------------------------------- initial state
@@ -156,7 +156,30 @@ def init_state(args, env):
 
 
 # ==================================================================================================== appendix
-# What a reader of the method does not need: coverage, environments, the run's folder, pictures, and main.
+# What a reader of the method does not need: devices, coverage, environments, the run's folder, pictures, and main.
+
+
+# ----------------------------------------------------------------------------------------------------- devices
+PER_ENV = ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")  # fields of TrainState, (N, ...)
+
+
+def device_mesh():
+    return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def placed(tree, *axes):
+    """The first axes of the arrays are split over the devices where they are named "envs", else copied to them."""
+    if jax.device_count() == 1:
+        return tree
+    mesh = device_mesh()
+    place = lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*axes[: x.ndim])))
+    return jax.tree.map(place, tree)
+
+
+def split_over_devices(state):
+    """Environments and replay are split over the devices; everything else is copied to all of them."""
+    axes = {name: ("envs",) for name in PER_ENV} | {"replay": (None, "envs")}
+    return state.replace(**{name: placed(field, *axes.get(name, ())) for name, field in vars(state).items()})
 
 
 # ---------------------------------------------------------------------------------------------------- coverage
@@ -678,12 +701,13 @@ def start_run(args, init, template, buffers):
     write_metrics(folder / "metrics.csv", rows)
 
     device = jax.devices()[0]
+    devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"device {device.platform} ({device.device_kind}), {buffers}", flush=True)
+    print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
     if device.platform == "cpu" and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     seconds = float(rows[-1]["seconds"]) if rows else 0.0
-    return folder, state or init(), seconds
+    return folder, split_over_devices(state or init()), seconds
 
 
 def compile_iteration(args, env, state):
@@ -869,6 +893,8 @@ def check_numbers(args):
             fail(f"{flag}: it must be below 1")
         if value >= 2**32 and name == "seed":
             fail(f"{flag}: it must be below 2^32")
+        if name in ("num_envs", "batch_size") and value % jax.device_count():
+            fail(f"{flag}: it must be a multiple of the {jax.device_count()} devices")
 
 
 def finish(env, folder, row):

@@ -74,6 +74,8 @@ class Args:
     """steps in each environment before the update of an iteration (paper Table 5)"""
     reset_ratio: int = 16
     """optimistic resets: one new world is made for this many environment steps (Craftax baselines)"""
+    worlds_at_once: int | None = None
+    """new worlds that are made at the same time (default: 1024; 8 on a CPU, where XLA makes copies of the first 8)"""
 
     @property
     def steps_per_iteration(self):
@@ -117,7 +119,7 @@ def collect(args, env, state, key):
     beforehand, one for `reset_ratio` environment steps, and taken in turn (again from the first, should they run out).
     """
     next_key, key_worlds, key_steps = jax.random.split(key, 3)
-    starts = init_worlds(env, key_worlds, math.ceil(args.steps_per_iteration / args.reset_ratio))
+    starts = placed(init_worlds(args, env, key_worlds, math.ceil(args.steps_per_iteration / args.reset_ratio)))
 
     def step(carry, key):
         now, used = carry
@@ -147,13 +149,18 @@ class TrainState:
 def train_iteration(args, env, state):
     """Collect; nothing is trained."""
     state = collect(args, env, state.replace(iteration=state.iteration + 1), state.key)
-    return state, episode_metrics(state.episodes)
+    return split_over_devices(state), episode_metrics(state.episodes)
 
 
 # ----------------------------------------------------------------------------------------------- initial state
-def init_worlds(env, key, number):
-    """New worlds, made 32 at a time: more need much memory, and a CPU is slower with more."""
-    world, _ = jax.lax.map(env.reset, jax.random.split(key, number), batch_size=32)
+def make_worlds(args, env, key, number):
+    """env.reset for so many new episodes: all at once would take much memory."""
+    at_once = args.worlds_at_once or (8 if jax.default_backend() == "cpu" else 1024)
+    return map_in_pieces(env.reset, jax.random.split(key, number), at_once)
+
+
+def init_worlds(args, env, key, number):
+    world, _ = make_worlds(args, env, key, number)
     return Worlds(world, jnp.zeros(number, jnp.int32), jnp.zeros(number))
 
 
@@ -161,11 +168,44 @@ def init_worlds(env, key, number):
 def init_state(args, env):
     """The whole state of a run: everything that a checkpoint holds."""
     key, key_env = jax.random.split(jax.random.PRNGKey(args.seed))
-    return TrainState(key, jnp.int32(0), init_worlds(env, key_env, args.num_envs), init_episodes(args))
+    return TrainState(key, jnp.int32(0), init_worlds(args, env, key_env, args.num_envs), init_episodes(args))
 
 
 # ==================================================================================================== appendix
-# What a reader of the method does not need: achievements, the game, the run's folder, pictures, and main.
+# What a reader of the method does not need: devices, achievements, the game, the run's folder, pictures, and main.
+
+
+# ----------------------------------------------------------------------------------------------------- devices
+PER_ENV = ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")  # fields of TrainState, (N, ...)
+
+
+def device_mesh():
+    return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def placed(tree, *axes):
+    """The first axes of the arrays are split over the devices where they are named "envs", else copied to them."""
+    if jax.device_count() == 1:
+        return tree
+    mesh = device_mesh()
+    place = lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*axes[: x.ndim])))
+    return jax.tree.map(place, tree)
+
+
+def split_over_devices(state):
+    """Environments and replay are split over the devices; everything else is copied to all of them."""
+    axes = {name: ("envs",) for name in PER_ENV} | {"replay": (None, "envs")}
+    return state.replace(**{name: placed(field, *axes.get(name, ())) for name, field in vars(state).items()})
+
+
+def map_in_pieces(function, tree, size):
+    """function for each row of the arrays, for `size` rows at a time (or the largest divisor of their number that also
+    divides it). A piece has rows from all over the arrays: each device has its share of them."""
+    number = len(jax.tree.leaves(tree)[0])
+    size = math.gcd(number, size)
+    cut = lambda x: placed(x.reshape(size, -1, *x.shape[1:]).swapaxes(0, 1), None, "envs")
+    join = lambda x: x.swapaxes(0, 1).reshape(number, *x.shape[2:])
+    return jax.tree.map(join, jax.lax.map(jax.vmap(function), jax.tree.map(cut, tree)))
 
 
 # ------------------------------------------------------------------------------------------------ achievements
@@ -374,12 +414,13 @@ def start_run(args, init, template, buffers):
     write_metrics(folder / "metrics.csv", rows)
 
     device = jax.devices()[0]
+    devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"device {device.platform} ({device.device_kind}), {buffers}", flush=True)
+    print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
     if device.platform == "cpu" and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     seconds = float(rows[-1]["seconds"]) if rows else 0.0
-    return folder, state or init(), seconds
+    return folder, split_over_devices(state or init()), seconds
 
 
 def compile_iteration(args, env, state):
@@ -514,7 +555,7 @@ def watch_at_random(args, env, key):
         return after, (now.world, done)
 
     key_start, key_steps = jax.random.split(key)
-    start = init_worlds(env, key_start, 1)
+    start = init_worlds(args, env, key_start, 1)
     return jax.lax.scan(step, start, jax.random.split(key_steps, args.video_steps))[1]
 
 
@@ -590,6 +631,8 @@ def check_numbers(args):
             fail(f"{flag}: it must be below 1")
         if value >= 2**32 and name == "seed":
             fail(f"{flag}: it must be below 2^32")
+        if name in ("num_envs", "batch_size") and value % jax.device_count():
+            fail(f"{flag}: it must be a multiple of the {jax.device_count()} devices")
 
 
 def finish_craftax(folder, row, random_rates):

@@ -822,6 +822,8 @@ def check_numbers(args):
             fail(f"{flag}: it must be below 1")
         if value >= 2**32 and name == "seed":
             fail(f"{flag}: it must be below 2^32")
+        if name in ("num_envs", "batch_size") and value % jax.device_count():
+            fail(f"{flag}: it must be a multiple of the {jax.device_count()} devices")
 
 
 def check_toy_args(args):

@@ -110,7 +110,9 @@ def prepare(configuration):
     name, *flags = configuration.split()
     script = importlib.import_module(name)
     args = script.parse_args(flags)
-    env = script.make_env(args.env)
+    makers = {"make_any_env": (args.env,), "make_env": (args.env,), "make_craftax": ()}
+    maker = next(maker for maker in makers if hasattr(script, maker))
+    env = getattr(script, maker)(*makers[maker])
     return script, args, env, jax.eval_shape(lambda: script.init_state(args, env))
 
 

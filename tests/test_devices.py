@@ -1,5 +1,5 @@
-"""A SAC script on eight devices, which XLA simulates in a child process: what is computed, what is sent, and resuming
-on another number of them."""
+"""Scripts on eight devices, which XLA simulates in a child process: what is computed, what is sent, and resuming on
+another number of them."""
 
 import json
 import math
@@ -9,8 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from helpers import ROOT, SMALL_SAC, rows
+from helpers import ROOT, SMALL_PPO, SMALL_SAC, rows
 
 import ctec_sac_brax as ctec
 
@@ -33,10 +34,8 @@ answers["split"] = places(state)
 
 # the loss and its gradients of one batch, on one device and with its rows on eight
 pairs = ctec.Pairs(*(jax.random.normal(jax.random.PRNGKey(i), (32, n)) for i, n in ((1, 6), (2, 4))), jnp.ones(32))
-rows_on_devices = jax.tree.map(
-    lambda x: jax.device_put(x, jax.NamedSharding(ctec.device_mesh(), jax.P("envs"))), pairs)
 grad = jax.jit(jax.value_and_grad(lambda params, pairs: ctec.contrastive_loss(params, args, pairs)[0]))
-one, eight = grad(single.model.params, pairs), grad(state.model.params, rows_on_devices)
+one, eight = grad(single.model.params, pairs), grad(state.model.params, ctec.placed(pairs, "envs"))
 answers["gradient_error"] = max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(*map(jax.tree.leaves, (one, eight))))
 
 # each device's share of a batch is of its own environments; an observation says where it comes from
@@ -69,18 +68,64 @@ answers["coverage"] = int(metrics["coverage"])
 print(json.dumps(answers))
 """
 
+# A few iterations of a PPO script: its metrics, what is split, and the products that a device computes.
+ITERATE = """
+import importlib, json, re, sys
+import jax, numpy as np
+from helpers import Game
+
+script = importlib.import_module(sys.argv[1])
+args = script.Args(**json.loads(sys.argv[2]))
+if args.env == "craftax_classic":
+    env = Game()
+    script.CraftaxClassic = Game
+elif args.env == "noisy_tv":
+    env = script.make_noisy_tv(args)
+else:
+    env = script.make_any_env(args.env)
+state = script.split_over_devices(script.init_state(args, env))
+iterate = script.train_iteration.lower(args, env, state).compile()
+table = []
+for _ in range(4):
+    state, metrics, *_ = iterate(state)
+    table.append({name: float(x) for name, x in metrics.items()})
+fields = {name: {len(x.sharding.device_set) > 1 and not x.sharding.is_fully_replicated for x in jax.tree.leaves(field)}
+          for name, field in vars(state).items()}
+answers = {"metrics": table, "split": [name for name, split in fields.items() if True in split]}
+answers["flops"] = iterate.cost_analysis()["flops"]
+answers["reduced"] = re.findall(r"= (.*?) all-reduce", iterate.as_text())
+print(json.dumps(answers))
+"""
+SMALL_ETD = dict(env="point_u_maze", num_envs=16, num_steps=16, episode_length=25, batch_size=64, agent_width=16,
+                 encoder_width=16, representation_size=8, total_timesteps=16 * 16 * 4)  # fmt: skip
+SMALL_CRAFTAX = SMALL_PPO | dict(env="craftax_classic", num_envs=16, num_minibatches=1)
+MODEL = dict(model_minibatches=2, feature_dim=8)
+PPO = {
+    "etd_ppo": (SMALL_ETD | dict(memory_size=32), ["env", "episode_step", "memory"]),
+    "ctec_ppo_noisy_tv": (SMALL_ETD | dict(env="noisy_tv", grid_size=16), ["walkers"]),
+    "ctec_ppo_rnn_craftax": (SMALL_CRAFTAX | dict(encoder_width=16, encoder_minibatches=2, contrastive_batch=32),
+                             ["players"]),
+    "e3b_ppo_craftax": (SMALL_CRAFTAX | MODEL | dict(feature_width=16), ["players", "root"]),
+    "icm_ppo_craftax": (SMALL_CRAFTAX | MODEL | dict(feature_width=16), ["players"]),
+    "rnd_ppo_craftax": (SMALL_CRAFTAX | MODEL | dict(rnd_width=16), ["players"]),
+}  # fmt: skip
+
 
 def on_devices(count, *command):
     flags = f"--xla_force_host_platform_device_count={count} --xla_cpu_use_fusion_emitters=false"
-    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600, env=env)
+
+
+def asked(count, questions, *arguments):
+    done = on_devices(count, "-c", questions, *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def answers():
-    done = on_devices(8, "-c", QUESTIONS, json.dumps(SMALL | dict(episode_length=1001, multiplier=0.01)))
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return asked(8, QUESTIONS, json.dumps(SMALL | dict(episode_length=1001, multiplier=0.01)))
 
 
 def test_environments_and_replay_are_split_and_stay_so(answers):
@@ -103,16 +148,36 @@ def test_each_device_samples_its_own_environments(answers):
     assert all(0 <= t < 1023 and 1 <= k < 1024 - t for t, k in zip(answers["times"], answers["offsets"]))
 
 
+def sizes(arrays):
+    """Numbers in each of the arrays that HLO's text names."""
+    shapes = [shape for text in arrays for shape in re.findall(r"\[([\d,]*)\]", text)]
+    return [math.prod(int(length) for length in shape.split(",") if length) for shape in shapes]
+
+
 def test_no_device_sends_its_replay(answers):
     """Whatever is sent is far smaller than one number of each stored step; the largest is the histogram of the bins."""
-    shapes = [shape for sent in answers["sent"] for shape in re.findall(r"\[([\d,]*)\]", sent)]
-    sizes = [math.prod(int(length) for length in shape.split(",") if length) for shape in shapes]
-    assert 40 * 40 + 1 == max(sizes) < 1024 * 16 / 8
+    assert 40 * 40 + 1 == max(sizes(answers["sent"])) < 1024 * 16 / 8
 
 
 def test_replay_and_coverage_add_up(answers):
     assert answers["written"] and answers["loss"] > 0
     assert answers["coverage"] == answers["bins"] > 1
+
+
+@pytest.mark.parametrize("name", PPO)
+def test_ppo_computes_on_eight_devices_what_it_computes_on_one(name):
+    """The random numbers are the same, so all metrics are, up to rounding. The environments are split, and each device
+    computes its share."""
+    config, split = PPO[name]
+    one, eight = (asked(count, ITERATE, name, json.dumps(config)) for count in (1, 8))
+    assert eight["split"] == split and not one["split"]
+    for row, expected in zip(eight["metrics"], one["metrics"]):
+        assert row.keys() == expected.keys()
+        for metric, value in expected.items():
+            np.testing.assert_allclose(row[metric], value, rtol=2e-3, atol=2e-4, err_msg=metric)
+    assert one["metrics"][-1]["policy_loss"] != 0 and one["metrics"][-1]["parameter_norm"] > 0
+    assert eight["flops"] < one["flops"] / 4
+    assert max(sizes(eight["reduced"])) >= 16 * 16  # gradients are summed
 
 
 def test_a_run_goes_on_on_another_number_of_devices(tmp_path):
@@ -121,7 +186,7 @@ def test_a_run_goes_on_on_another_number_of_devices(tmp_path):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"run_dir": tmp_path}).items()]
     first = on_devices(8, script, *flags)
     assert first.returncode == 0, first.stderr
-    assert "over 8 devices" in first.stdout
+    assert "8 devices, each cpu" in first.stdout
     folder = next(tmp_path.iterdir())
     steps = SMALL["total_timesteps"]
     for devices, more in ((4, 1.25), (1, 1.5)):
@@ -137,4 +202,4 @@ def test_a_run_goes_on_on_another_number_of_devices(tmp_path):
 def test_a_number_that_the_devices_do_not_divide():
     done = on_devices(8, ctec.__file__, "--env", "point_u_maze", "--preset", "laptop", "--num-envs", "100")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: --num-envs 100 and --batch-size 256: both must be multiples of the 8 devices")
+    assert done.stderr == "error: --num-envs 100: it must be a multiple of the 8 devices\n"

@@ -189,8 +189,7 @@ def test_banners_stand_in_the_one_order(path):
         places += place
     assert places == sorted(places), titles
     if path in LEARNING or path.stem in STUDIES:
-        without = set() if "sac" in path.stem else {"devices"}  # only SAC runs on several devices
-        assert {order[place] for place in places} == set(order) - without
+        assert {order[place] for place in places} == set(order)
     method = min(i for i, line in banners.items() if "the method: " in line)
     assert method < 200
     if path.stem not in STUDIES:
