@@ -557,6 +557,24 @@ def init_state(args, env):
 PER_ENV = ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")  # fields of TrainState, (N, ...)
 
 
+def join_processes():
+    """Processes that srun or mpirun has started together, on one machine or several, share a run. The first one prints
+    and writes; the others keep their copies of a run's files to themselves."""
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 or int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+        jax.distributed.initialize()
+        if jax.process_index() > 0:
+            sys.stdout = open(os.devnull, "w")
+
+
+def from_all_processes(tree):
+    """The whole arrays of a tree whose parts may be with other processes, or one row for each process's own arrays."""
+    if jax.process_count() == 1:
+        return tree
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
 def device_mesh():
     return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -713,7 +731,7 @@ def leaf_name(path):
 
 def save_checkpoint(path, state):
     """Every array of the state under its name. np.savez fetches and writes them one after the other."""
-    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(state)}
+    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(from_all_processes(state))}
     write_atomically(path, lambda file: np.savez(file, **leaves))
 
 
@@ -761,7 +779,7 @@ def nbytes(tree):
 
 def check_memory(args, template):
     """One line and exit code 2, before anything is allocated, if the state of the run does not fit the device."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     limits = device.memory_stats() or {}  # a CPU has none
     there = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if nbytes(template) > there:
@@ -781,7 +799,11 @@ def start_run(args, init, template, buffers):
         rows = read_metrics(folder / "metrics.csv", int(state.iteration))
         if state.iteration >= args.num_iterations:
             fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    else:
+    if jax.process_index() > 0:
+        import tempfile
+
+        folder = Path(tempfile.mkdtemp())
+    elif not args.resume:
         name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(args.run_dir) / name
         try:
@@ -799,7 +821,9 @@ def start_run(args, init, template, buffers):
     if device.platform == "cpu" and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     seconds = float(rows[-1]["seconds"]) if rows else 0.0
-    return folder, split_over_devices(state or init()), seconds
+    if jax.device_count() == 1:
+        return folder, state or init(), seconds
+    return folder, jax.jit(lambda state: split_over_devices(state or init()))(jax.device_get(state)), seconds
 
 
 def compile_iteration(args, env, state):
@@ -877,18 +901,20 @@ def iterations(args, folder, state, seconds, iterate):
             yield state, row, *more
 
             last = iteration == args.num_iterations
-            if received or last or time.time() - saved >= 60 * args.checkpoint_minutes:
+            due = time.time() - saved >= 60 * args.checkpoint_minutes
+            stopped, due = np.any(from_all_processes(np.array([[bool(received), due]])), axis=0)
+            if stopped or last or due:
                 try:
                     save_checkpoint(folder / "checkpoint.npz", state)
                 except (OSError, MemoryError) as error:  # there may be room again before the next one
-                    if received or last:
+                    if stopped or last:
                         raise
                     bar.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
                 saved = time.time()
-            if received and not last:
+            if stopped and not last:
                 bar.close()
-                resume = f"python {Path(__file__).name} --resume {folder}"
-                fail(f"stopped by {received[0].name}; go on with: {resume}", code=128 + received[0])
+                by = received[0] if received else signal.SIGTERM  # which another process received
+                fail(f"stopped by {by.name}; go on with: python {Path(__file__).name} --resume {folder}", code=128 + by)
     finally:
         bar.close()
         log.close()
@@ -1056,6 +1082,7 @@ def main(args):
 
 
 if __name__ == "__main__":
+    join_processes()
     try:
         main(parse_args())
     except (OSError, MemoryError) as error:  # a full disk, as a rule

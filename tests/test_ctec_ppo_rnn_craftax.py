@@ -487,3 +487,32 @@ def test_task_reward_alone_trains_no_encoder_and_learns():
     assert "contrastive_loss" not in metrics
     assert float(metrics["entropy"]) < 1.0
     assert float(metrics["episode_return"]) > 0.7 * float(metrics["episode_length"])
+
+
+# ------------------------------------------------------------------------------------------------------------- worlds
+@pytest.mark.parametrize(("number", "size", "largest"), [(12, 4, 4), (12, 8, 4), (7, 4, 1), (5, 9, 1)])
+def test_pieces_cover_all_rows_in_order(number, size, largest):
+    """Each row once and in its place, and never more than `size` of them at a time."""
+
+    def square(row):
+        return row["x"] ** 2 + row["y"].sum()
+
+    rows = {"x": jnp.arange(float(number)), "y": jnp.arange(2.0 * number).reshape(number, 2)}
+    made = ctec.map_in_pieces(square, rows, size)
+    np.testing.assert_array_equal(made, np.arange(number) ** 2 + np.asarray(rows["y"]).sum(axis=1))
+    program = str(jax.make_jaxpr(lambda rows: ctec.map_in_pieces(square, rows, size))(rows))
+    assert f"length={number // largest}" in program
+
+
+def test_worlds_that_are_made_together_are_those_that_are_made_alone():
+    """The real game. XLA (jaxlib 0.10.2) compiles the terrain's noise for more than 8 worlds on a CPU so that all
+    others get the noise of the first 8; made by the default size of a piece, every world is its own."""
+    env = ctec.make_craftax()
+    key = jax.random.PRNGKey(5)
+    together = jax.jit(lambda key: ctec.make_worlds(ARGS, env, key, 16))(key)
+    alone = jax.jit(env.reset)
+    for number in (0, 9, 15):
+        expected = alone(jax.random.split(key, 16)[number])
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[number], y), together, expected)
+    maps = np.asarray(together[0].map).reshape(16, -1)
+    assert len(np.unique(maps, axis=0)) == 16

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -79,8 +80,6 @@ args = script.Args(**json.loads(sys.argv[2]))
 if args.env == "craftax_classic":
     env = Game()
     script.CraftaxClassic = Game
-elif args.env == "noisy_tv":
-    env = script.make_noisy_tv(args)
 else:
     env = script.make_any_env(args.env)
 state = script.split_over_devices(script.init_state(args, env))
@@ -99,22 +98,28 @@ print(json.dumps(answers))
 SMALL_ETD = dict(env="point_u_maze", num_envs=16, num_steps=16, episode_length=25, batch_size=64, agent_width=16,
                  encoder_width=16, representation_size=8, total_timesteps=16 * 16 * 4)  # fmt: skip
 SMALL_CRAFTAX = SMALL_PPO | dict(env="craftax_classic", num_envs=16, num_minibatches=1)
-MODEL = dict(model_minibatches=2, feature_dim=8)
-PPO = {
+PPO = {  # script: (arguments, what is split); the others have their code from these, to the letter
     "etd_ppo": (SMALL_ETD | dict(memory_size=32), ["env", "episode_step", "memory"]),
-    "ctec_ppo_noisy_tv": (SMALL_ETD | dict(env="noisy_tv", grid_size=16), ["walkers"]),
     "ctec_ppo_rnn_craftax": (SMALL_CRAFTAX | dict(encoder_width=16, encoder_minibatches=2, contrastive_batch=32),
                              ["players"]),
-    "e3b_ppo_craftax": (SMALL_CRAFTAX | MODEL | dict(feature_width=16), ["players", "root"]),
-    "icm_ppo_craftax": (SMALL_CRAFTAX | MODEL | dict(feature_width=16), ["players"]),
-    "rnd_ppo_craftax": (SMALL_CRAFTAX | MODEL | dict(rnd_width=16), ["players"]),
+    "e3b_ppo_craftax": (SMALL_CRAFTAX | dict(model_minibatches=2, feature_dim=8, feature_width=16),
+                        ["players", "root"]),
 }  # fmt: skip
 
 
-def on_devices(count, *command):
+def with_devices(count, **variables):
+    """The environment of a process that sees so many devices."""
     flags = f"--xla_force_host_platform_device_count={count} --xla_cpu_use_fusion_emitters=false"
-    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"} | variables
+
+
+def on_devices(count, *command):
+    env = with_devices(count)
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600, env=env)
+
+
+def small_flags(**changes):
+    return [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | changes).items()]
 
 
 def asked(count, questions, *arguments):
@@ -183,8 +188,7 @@ def test_ppo_computes_on_eight_devices_what_it_computes_on_one(name):
 def test_a_run_goes_on_on_another_number_of_devices(tmp_path):
     """From eight devices on four, and from there on one."""
     script = ctec.__file__
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"run_dir": tmp_path}).items()]
-    first = on_devices(8, script, *flags)
+    first = on_devices(8, script, *small_flags(run_dir=tmp_path))
     assert first.returncode == 0, first.stderr
     assert "8 devices, each cpu" in first.stdout
     folder = next(tmp_path.iterdir())
@@ -203,3 +207,39 @@ def test_a_number_that_the_devices_do_not_divide():
     done = on_devices(8, ctec.__file__, "--env", "point_u_maze", "--preset", "laptop", "--num-envs", "100")
     assert done.returncode == 2
     assert done.stderr == "error: --num-envs 100: it must be a multiple of the 8 devices\n"
+
+
+def test_processes_that_a_launcher_started_share_a_run(tmp_path):
+    """Two processes with one device each do what one process does with two. A SIGTERM that reaches the second one only
+    stops both, after a checkpoint, from which one process goes on with one device."""
+    one = tmp_path / "one"
+    done = on_devices(2, ctec.__file__, *small_flags(run_dir=one))
+    assert done.returncode == 0, done.stderr
+
+    two = tmp_path / "two"
+    command = [sys.executable, ctec.__file__, *small_flags(run_dir=two, total_timesteps=10**8)]
+    tasks = []
+    for number in ("0", "1"):  # what srun says to each of its tasks
+        told = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_STEP_NODELIST": "localhost", "SLURM_PROCID": number, "SLURM_LOCALID": number}  # fmt: skip
+        output = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        tasks.append(subprocess.Popen(command, env=with_devices(1, **told), **output))
+    waited = time.time()
+    while not any(len(rows(path.parent)) >= 4 for path in two.glob("*/metrics.csv")):
+        assert time.time() - waited < 300 and all(task.poll() is None for task in tasks)
+        time.sleep(0.1)
+    tasks[1].terminate()
+    outputs = [task.communicate(timeout=120) for task in tasks]
+    assert [task.returncode for task in tasks] == [143, 143]
+    assert "2 devices, each cpu" in outputs[0][0] and "2 devices" not in outputs[1][0]
+    assert "stopped by SIGTERM; go on with" in outputs[0][1]
+
+    (folder,) = two.iterdir()  # the second process has left nothing there
+    for row, expected in zip(rows(folder)[:4], rows(next(one.iterdir())), strict=True):
+        for name, value in expected.items():
+            assert row[name] == value or np.isclose(float(row[name]), float(value), rtol=1e-3, atol=1e-5), name
+    iteration = int(rows(folder)[-1]["iteration"])
+    more = str((iteration + 1) * 16 * 16)
+    done = on_devices(1, ctec.__file__, "--resume", str(folder), "--total-timesteps", more)
+    assert done.returncode == 0, done.stderr
+    assert int(rows(folder)[-1]["iteration"]) == iteration + 1
