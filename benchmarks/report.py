@@ -368,6 +368,8 @@ def draw_families(figure, study, rows, env):
         draw_finals(axes, dataclasses.replace(study, methods=members), rows, env)
         axes.set_title(family)
         axes.set_xlabel("")
+    shown = panels.flat[: len(families)]
+    shown[0].set_xlim(0, 1.05 * max(axes.dataLim.x1 for axes in shown))  # of all of them: they share it
     figure.supxlabel(METRICS[study.metric][0], fontsize=9)
 
 
