@@ -29,6 +29,16 @@ CORRELATIONS = {  # what the reward is compared with: titles of the panels
     "correlation_visits": "visits to the bin of s",
     "correlation_visits_of_future": "visits to the bin of s_f",
 }
+DIAGNOSTICS = {  # columns of metrics.csv that tell how a run does: titles of the panels
+    "replay_entropy": "entropy of the replay's bins (nats)",
+    "accuracy": "contrastive accuracy",
+    "tau": "tau",
+    "reward_mean": "mean reward",
+    "reward_std": "its standard deviation",
+    "q_target": "target of the critics",
+    "alpha": "alpha",
+    "entropy": "entropy of the policy",
+}
 COLOURS = {  # one for each method, in every figure: Okabe and Ito's for colour-blind readers, and two that go with them
     "C-TeC": "#0072B2",
     "C-TeC goal": "#56B4E9",
@@ -310,9 +320,12 @@ def has_curves(study, rows):
 
 def pictures(name, study, rows):
     """The files that draw() makes of these rows."""
-    names = [f"{name}.png"] if rows and study.pictures else []
+    has_bars = rows and not {"finals", "families"}.isdisjoint(study.pictures)
+    names = [f"{name}.png"] if has_bars or has_curves(study, rows) else []
     has_rates = "rates" in study.pictures and any(row["metric"] in ACHIEVEMENTS for row in rows)
     names += [f"{name}_rates.png"] if has_rates else []
+    has_diagnostics = "diagnostics" in study.pictures and any(row["metric"] in DIAGNOSTICS for row in rows)
+    names += [f"{name}_diagnostics.png"] if has_diagnostics else []
     return names + ([f"{name}_correlations.png"] if any(row["metric"] in CORRELATIONS for row in rows) else [])
 
 
@@ -330,6 +343,10 @@ def draw_curves(axes, study, rows, env):
             axes.fill_between(x, low, high, color=COLOURS.get(method.label, "0.3"), alpha=0.2, linewidth=0)
     for at in study.at_steps:
         axes.axvline(at / unit, color="0.5", linewidth=0.8, linestyle=":")
+    if study.paper:
+        steps, means, deviations = np.array(study.paper).T
+        words = "C-TeC, the paper's mean and standard deviation"
+        axes.errorbar(steps / unit, means, deviations, fmt="s", color="0.15", capsize=3, markersize=4, label=words)
     axes.set(xlabel=words, ylabel=METRICS[study.metric][0])
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
@@ -417,6 +434,19 @@ def draw_correlations(figure, study, rows):
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
 
 
+def draw_diagnostics(figure, study, rows):
+    """Curves of the metrics that tell how a run does, a panel for each metric, a line for each seed."""
+    panels = figure.subplots(2, math.ceil(len(DIAGNOSTICS) / 2), sharex=True)
+    for axes, (metric, title) in zip(panels.flat, DIAGNOSTICS.items()):
+        for method in study.methods:
+            for steps, values in curves(rows, method.env, method.label, metric).values():
+                axes.plot(steps / 1e6, values, color=COLOURS[method.label], label=method.label, linewidth=1.2)
+        axes.set_title(title)
+    figure.supxlabel("million steps", fontsize=9)
+    named = dict(zip(*reversed(panels[0, 0].get_legend_handles_labels())))  # one entry for the seeds of a method
+    figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=len(named))
+
+
 def tick_texts(axes):
     return [text.get_text() for text in axes.get_yticklabels()]
 
@@ -430,6 +460,11 @@ def draw(name, study, rows, folder):
             if picture.endswith("_correlations.png"):
                 figure = Figure((9, 3.2), layout="constrained")
                 draw_correlations(figure, study, rows)
+                figure.savefig(folder / picture)
+                continue
+            if picture.endswith("_diagnostics.png"):
+                figure = Figure((9, 4.2), layout="constrained")
+                draw_diagnostics(figure, study, rows)
                 figure.savefig(folder / picture)
                 continue
             if "families" in study.pictures:
@@ -459,7 +494,8 @@ def draw(name, study, rows, folder):
                         axes.tick_params(labelleft=False)  # the names stand at the left
             seeds = [len(values) for env in envs for _, _, values in entries(study, rows, env)]
             words = "interquartile mean and 95% interval" if min(seeds) >= 5 else "mean and standard error"
-            figure.suptitle(f"{words}; dots: seeds", fontsize=9, color="0.3")
+            words += "; dots: seeds" if "finals" in study.pictures else ""
+            figure.suptitle("one seed" if max(seeds) == 1 else words, fontsize=9, color="0.3")
             if has_curves(study, rows):
                 handles, labels = panels[0, 0].get_legend_handles_labels()
                 figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 7))

@@ -215,6 +215,14 @@ def test_cores_and_gpus(monkeypatch):
     assert len(slots) == len(cores) + 1 and slots[0] == slots[-1] and dict(slots[0].env)["JAX_PLATFORMS"] == "cpu"
     if shutil.which("taskset"):
         assert [slot.prefix for slot in slots[:-1]] == [("taskset", "-c", str(core)) for core in cores]
+    emitters = "--xla_cpu_use_fusion_emitters=false"
+    flags = {"point_u_maze": emitters, "ant_u_maze": f"{emitters} --xla_cpu_experimental_ynn_fusion_type="}
+    for env, expected in flags.items():
+        run = Run(Method("C-TeC", "ctec_sac_brax", f"--env {env}", 1), 1, Path())
+        monkeypatch.delenv("XLA_FLAGS", raising=False)
+        assert slots[0].variables(run) == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": expected}
+        monkeypatch.setenv("XLA_FLAGS", "--mine")  # is inherited
+        assert slots[0].variables(run) == {"JAX_PLATFORMS": "cpu"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     alone = [dict(slot.env) for slot in reproduce.local_slots(Args(), "gpu")]
     assert alone == [{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "5"}]
@@ -347,7 +355,10 @@ def test_values_after_a_number_of_steps_and_all_environments_together():
     assert "| ETD | 0.51 [" in "\n".join(report.table_of_all(study, rows))
 
 
-@pytest.mark.parametrize("name", ["race", "race_craftax", "ablations", "paper_model_based", "paper_sample_efficiency"])
+PICTURED = ["race", "race_craftax", "ablations", "ant", "paper_model_based", "paper_sample_efficiency"]
+
+
+@pytest.mark.parametrize("name", PICTURED)
 def test_pictures_of_whole_and_of_final_values(name, tmp_path):
     from PIL import Image
 
@@ -358,11 +369,46 @@ def test_pictures_of_whole_and_of_final_values(name, tmp_path):
     if "rates" in study.pictures:
         rates = [row | {"metric": name, "value": "0.5"} for row in last for name in report.ACHIEVEMENTS]
         rows = rows + rates
+    if "diagnostics" in study.pictures:
+        rows = rows + [row | {"metric": name} for row in rows for name in report.DIAGNOSTICS]
     for kind, some in (("whole", rows), ("finals", last)):
         report.draw(name, study, some, tmp_path / kind)
         assert {path.name for path in (tmp_path / kind).iterdir()} == set(report.pictures(name, study, some))
-        assert Image.open(tmp_path / kind / f"{name}.png").width == 1600
+        if kind == "whole" or name != "ant":  # which has curves only
+            assert Image.open(tmp_path / kind / f"{name}.png").width == 1600
     assert report.has_curves(study, rows) == ("curves" in study.pictures) and not report.has_curves(study, last)
+
+
+def test_the_papers_points_and_the_diagnostics_are_drawn():
+    from matplotlib.figure import Figure
+
+    study = reproduce.STUDIES["ant"]
+    rows = made_up_rows(study, "ant", (11,), {"C-TeC": 400, "random": 300}, (5_000_000, 10_000_000, 15_000_000))
+    axes = Figure().add_subplot()
+    report.draw_curves(axes, study, rows, "ant_hardest_maze")
+    points = next(c for c in axes.containers if "paper" in c.get_label())
+    assert points.lines[0].get_xydata().tolist() == [[30, 1119], [50, 1916]]
+    bars = points.lines[2][0].get_segments()
+    assert [bar[:, 1].tolist() for bar in bars] == [[815, 1423], [1486, 2346]]  # a standard deviation to each side
+
+    ctec = [row for row in rows if row["method"] == "C-TeC"]
+    rows += [row | {"metric": "alpha", "value": str(i)} for i, row in enumerate(ctec)]
+    figure = Figure()
+    report.draw_diagnostics(figure, study, rows)
+    lines = {axes.get_title(): axes.lines for axes in figure.axes}
+    assert [line.get_ydata().tolist() for line in lines["alpha"]] == [[0, 1, 2]] and not lines["tau"]
+
+
+def test_the_curves_of_diagnostics_are_kept(fake, monkeypatch, tmp_path):
+    with_alpha = FAKE.replace("coverage", "coverage,alpha").replace("{row * args.seed}", "{row},{row / 2}")
+    (fake / "fake.py").write_text(with_alpha)
+    study = add_study(monkeypatch, "diagnosed", fake_method("C-TeC"), seeds=(1,), pictures=("curves", "diagnostics"))
+    args = Args(studies=("diagnosed",), jobs=1, **folders(tmp_path))
+    assert reproduce.main(args) == 0
+    rows = report.read_csv(args.results_dir / "diagnosed.csv")
+    steps, values = report.curves(rows, "point_u_maze", "C-TeC", "alpha")[1]
+    assert steps[-1] == 200 and np.allclose(values, steps / 20)
+    assert report.pictures("diagnosed", study, rows) == ["diagnosed.png", "diagnosed_diagnostics.png"]
 
 
 def test_every_method_has_its_own_colour_and_achievements_are_the_scripts():
