@@ -1330,7 +1330,7 @@ def save_reward_maps(env, folder, maps):
     figure = Figure((4.5 * len(maps), 4), layout="constrained")
     for axes, (steps, values) in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps.items()):
         figure.colorbar(draw_places(axes, env, f"{int(steps):,} steps", values), ax=axes, shrink=0.7)
-    figure.suptitle("Mean reward of the transitions in the replay, by their place")
+    figure.suptitle("Mean reward in the replay, by place")
     figure.savefig(folder / "reward_map.png", dpi=80)
 
 
