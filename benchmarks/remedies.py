@@ -1,6 +1,8 @@
-"""C-TeC with one of four changes that may keep its agents from gathering in one place.
+"""C-TeC with one of five changes: four that may keep its agents from gathering in one place, and a head start for the
+critics.
 
     python benchmarks/remedies.py --remedy history --env point_hardest_maze --preset laptop --learning-rate 1e-3
+    python benchmarks/remedies.py --remedy value --first-value 300 --env ant_hardest_maze --num-envs 256
 
 Everything else is ctec_sac_brax.py, whose flags follow. docs/tuning.md has what came out.
 """
@@ -23,14 +25,18 @@ import ctec_sac_brax as ctec  # noqa: E402
 sample_futures = ctec.sample_futures
 intrinsic_reward = ctec.intrinsic_reward
 gradient_update = ctec.gradient_update
+init_agent = ctec.init_agent
 
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    remedy: Literal["none", "history", "fewer", "deviation", "schedule"] = "none"
+    remedy: Literal["none", "history", "fewer", "deviation", "schedule", "value"] = "none"
     """history: the negatives come from a replay of the whole run, while the transitions come from its latest
     --replay-size steps. fewer: the encoders take a step in every fourth gradient step, by chance. deviation: the reward
-    minus its mean over the batch, divided by its deviation. schedule: gamma_cl grows from 0.9 over the run"""
+    minus its mean over the batch, divided by its deviation. schedule: gamma_cl grows from 0.9 over the run. value: the
+    critics begin at --first-value"""
+    first_value: float = 300.0
+    """what the critics of --remedy value say of every state-action in the beginning: the mean reward / (1 - gamma)"""
 
 
 # ------------------------------------------------------------------------- negatives from all that was ever seen
@@ -121,6 +127,15 @@ def sample_scheduled_futures(key, args, env, replay, batch):
     return ctec.Pairs(anchor=pair, positive=ctec.future_view(args, env, future), weight=batch.has_next)
 
 
+def init_agent_with_value(value, args, env, key):
+    """As init_agent, with `value` added to what the critics and their targets say."""
+    agent = init_agent(args, env, key)
+    layers = agent.target_critic["params"]
+    last = layers["Dense_2"]
+    critic = {"params": layers | {"Dense_2": last | {"bias": last["bias"] + value}}}
+    return agent.replace(critic=agent.critic.replace(params=critic), target_critic=critic)
+
+
 # ---------------------------------------------------------------------------------------------------------- main
 def main(remedy, args):
     if remedy.remedy == "history":
@@ -136,6 +151,8 @@ def main(remedy, args):
         ctec.intrinsic_reward = deviation_of_reward
     elif remedy.remedy == "schedule":
         ctec.sample_futures = sample_scheduled_futures
+    elif remedy.remedy == "value":
+        ctec.init_agent = functools.partial(init_agent_with_value, remedy.first_value)
     return ctec.main(args)
 
 

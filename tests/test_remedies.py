@@ -77,3 +77,16 @@ def test_a_quarter_of_the_encoder_steps():
 
     share = np.mean([learns(key) for key in jax.random.split(jax.random.PRNGKey(3), 200)])
     assert 0.15 < share < 0.35
+
+
+def test_critics_with_a_head_start():
+    """Both critics and their targets say 300 more of any state-action, and the actor is the same."""
+    key = jax.random.PRNGKey(0)
+    plain = ctec.init_agent(ARGS, ENV, key)
+    agent = remedies.init_agent_with_value(300.0, ARGS, ENV, key)
+    obs = jax.random.normal(key, (5, ENV.state_size))
+    action = jax.random.normal(key, (5, ENV.action_size))
+    for before, after in ((plain.critic.params, agent.critic.params), (plain.target_critic, agent.target_critic)):
+        difference = ctec.q_values(after, ARGS, obs, action) - ctec.q_values(before, ARGS, obs, action)
+        np.testing.assert_allclose(difference, 300.0, atol=1e-3)
+    jax.tree.map(np.testing.assert_array_equal, plain.actor, agent.actor)
