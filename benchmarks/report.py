@@ -270,7 +270,8 @@ def section(name, study, rows):
     for row in rows:
         versions.setdefault((row["env"], row["method"]), set()).add(row["version"])
     mixed = [f"{method} on {env}" for (env, method), found in versions.items() if len(found) > 1]
-    blocks += [f"Runs of more than one version of the script: {', '.join(mixed)}."] if mixed else []
+    which = "all rows" if len(mixed) == len(versions) else ", ".join(mixed)
+    blocks += [f"Runs of more than one version of the script: {which}."] if mixed else []
     return "\n\n".join(blocks) + "\n"
 
 
