@@ -34,7 +34,7 @@ DIAGNOSTICS = {  # columns of metrics.csv that tell how a run does: titles of th
     "accuracy": "contrastive accuracy",
     "tau": "tau",
     "reward_mean": "mean reward",
-    "reward_std": "its standard deviation",
+    "reward_std": "deviation of the reward",
     "q_target": "target of the critics",
     "alpha": "alpha",
     "entropy": "entropy of the policy",
@@ -53,6 +53,7 @@ COLOURS = {  # one for each method, in every figure: Okabe and Ito's for colour-
     "origin in the middle": "#44AA99",
     "origin far from the start": "#117733",
     "standardised inputs": "#AA4499",
+    "critics from 280": "#661100",
     "E3B": "#882255",
     "ETD": "#994F00",
     "no bonus": "#000000",
@@ -346,8 +347,8 @@ def draw_curves(axes, study, rows, env):
         axes.axvline(at / unit, color="0.5", linewidth=0.8, linestyle=":")
     if study.paper:
         steps, means, deviations = np.array(study.paper).T
-        words = "C-TeC, the paper's mean and standard deviation"
-        axes.errorbar(steps / unit, means, deviations, fmt="s", color="0.15", capsize=3, markersize=4, label=words)
+        label = "C-TeC, the paper's mean and standard deviation"
+        axes.errorbar(steps / unit, means, deviations, fmt="s", color="0.15", capsize=3, markersize=4, label=label)
     axes.set(xlabel=words, ylabel=METRICS[study.metric][0])
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)

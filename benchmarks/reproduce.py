@@ -56,11 +56,11 @@ class Method:
     flags: str
     hours: float
     """expected hours of one run, on a core or a GPU"""
-    kind: Literal["train", "no_bonus", "inputs", "speed"] = "train"
+    kind: Literal["train", "no_bonus", "inputs", "remedies", "speed"] = "train"
     """train: the script itself. no_bonus: its agent is rewarded with 0. inputs: benchmarks/inputs.py changes what the
-    encoders see. speed: benchmarks/speed.py measures it"""
+    encoders see. remedies: benchmarks/remedies.py changes the method. speed: benchmarks/speed.py measures it"""
     inputs: str = ""
-    """flags of benchmarks/inputs.py"""
+    """flags of benchmarks/inputs.py or benchmarks/remedies.py"""
     family: str = ""
     """title of the panel that it stands in, in the picture `families`"""
 
@@ -119,8 +119,9 @@ CRAFTAX = "--env craftax_classic --preset laptop"
 NOISY_TV = "--env noisy_tv --preset laptop"
 RANDOM_CRAFTAX = Method("random", "random_craftax", f"{CRAFTAX} --total-timesteps 409600", 0.03)
 ANT_ONE_CORE = "--env ant_hardest_maze --num-envs 64 --batch-size 64 --encoder-width 256 --replay-size 1100"
-ANT_SIZES = "--env ant_hardest_maze --num-envs 256"
-ANT_STEPS = "--total-timesteps 30000000"
+ANT_RANDOM = "--env ant_hardest_maze --num-envs 256 --total-timesteps 30000000"
+FROM_280 = "--remedy value --first-value 280"
+ANT_CTEC = f"{ANT_RANDOM} --batch-size 256 --encoder-width 256 --multiplier 0.25 --replay-size 10000"
 TINY = """--env point_u_maze --num-envs 8 --unroll-length 16 --episode-length 33 --replay-size 64 --learning-starts 32
     --batch-size 32 --multiplier 0.5 --agent-width 16 --total-timesteps 1536"""
 ROBOTS = ("ant_hardest_maze", "humanoid_u_maze", "arm_binpick_hard")
@@ -232,17 +233,13 @@ STUDIES = {
     "ant": Study(
         "The long run: ant_hardest_maze on one core",
         (
-            Method(
-                "C-TeC",
-                "ctec_sac_brax",
-                f"{ANT_SIZES} --batch-size 256 --encoder-width 256 --multiplier 0.25 --replay-size 10000 {ANT_STEPS}",
-                4,
-            ),
-            Method("random", "random_brax", f"{ANT_SIZES} {ANT_STEPS}", 1.2),
+            Method("C-TeC", "ctec_sac_brax", ANT_CTEC, 4),
+            Method("critics from 280", "ctec_sac_brax", ANT_CTEC, 4, kind="remedies", inputs=FROM_280),
+            Method("random", "random_brax", ANT_RANDOM, 1.2),
         ),
         seeds=(11,),
         pictures=("curves", "diagnostics"),
-        at_steps=(1_000_000, 5_000_000, 10_000_000, 15_000_000, 18_000_000, 30_000_000),
+        at_steps=(1_000_000, 3_000_000, 5_000_000, 10_000_000, 15_000_000, 30_000_000),
         paper=((30_000_000, 1119, 304), (50_000_000, 1916, 430)),
         note="The part of 30M steps that is done; one seed is one seed.",
     ),
@@ -487,8 +484,8 @@ class Run:
             flags += ["--run-dir", relative(self.folder)]
         if self.method.kind == "no_bonus":
             return ["benchmarks/reproduce.py", "no-bonus", self.method.script, *flags]
-        if self.method.kind == "inputs":
-            return ["benchmarks/inputs.py", *self.method.inputs.split(), *flags]
+        if self.method.kind in ("inputs", "remedies"):
+            return [f"benchmarks/{self.method.kind}.py", *self.method.inputs.split(), *flags]
         return [f"{self.method.script}.py", *flags]
 
     @property

@@ -383,9 +383,11 @@ def test_the_papers_points_and_the_diagnostics_are_drawn():
     from matplotlib.figure import Figure
 
     study = reproduce.STUDIES["ant"]
-    rows = made_up_rows(study, "ant", (11,), {"C-TeC": 400, "random": 300}, (5_000_000, 10_000_000, 15_000_000))
+    means = {"C-TeC": 400, "critics from 280": 350, "random": 300}
+    rows = made_up_rows(study, "ant", (11,), means, (5_000_000, 10_000_000, 15_000_000))
     axes = Figure().add_subplot()
     report.draw_curves(axes, study, rows, "ant_hardest_maze")
+    assert axes.get_xlabel() == "million steps"
     points = next(c for c in axes.containers if "paper" in c.get_label())
     assert points.lines[0].get_xydata().tolist() == [[30, 1119], [50, 1916]]
     bars = points.lines[2][0].get_segments()
@@ -453,6 +455,12 @@ def test_the_commands_of_every_study_are_understood_by_the_scripts(name, tmp_pat
         if words[at] == "benchmarks/inputs.py":
             args = importlib.import_module("inputs").parse_args(flags)[1]
             assert f"--seed {args.seed}" in " ".join(words)
+            continue
+        if words[at] == "benchmarks/remedies.py":
+            remedies = importlib.import_module("remedies")
+            remedy, flags = remedies.tyro.cli(remedies.Remedy, args=flags, return_unknown_args=True)
+            args = remedies.ctec.parse_args(flags)
+            assert remedy.remedy != "none" and f"--seed {args.seed}" in " ".join(words)
             continue
         if words[at].startswith("benchmarks/"):
             flags = [word for word in flags if word != "no-bonus"]
