@@ -2,6 +2,7 @@
 has compiled is there for the next, also in another process."""
 
 import atexit
+import contextlib
 import os
 import shutil
 import sys
@@ -14,3 +15,8 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
 atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["WANDB_MODE"] = "offline"
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+# submitit resets logging when it is imported, which closes absl's handler and with it the stderr that pytest captures:
+# it has to come before whatever imports absl
+with contextlib.suppress(ImportError):
+    import submitit  # noqa: F401
