@@ -1,5 +1,5 @@
-"""C-TeC with one of five changes: four that may keep its agents from gathering in one place, and a head start for the
-critics.
+"""C-TeC with one of six changes: four that may keep its agents from gathering in one place, a head start for the
+critics, and a reward that tells what SAC can do when it need not be curious.
 
     python benchmarks/remedies.py --remedy history --env point_hardest_maze --preset laptop --learning-rate 1e-3
     python benchmarks/remedies.py --remedy value --first-value 300 --env ant_hardest_maze --num-envs 256
@@ -30,11 +30,12 @@ init_agent = ctec.init_agent
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    remedy: Literal["none", "history", "fewer", "deviation", "schedule", "value"] = "none"
+    remedy: Literal["none", "history", "fewer", "deviation", "schedule", "value", "distance"] = "none"
     """history: the negatives come from a replay of the whole run, while the transitions come from its latest
     --replay-size steps. fewer: the encoders take a step in every fourth gradient step, by chance. deviation: the reward
     minus its mean over the batch, divided by its deviation. schedule: gamma_cl grows from 0.9 over the run. value: the
-    critics begin at --first-value"""
+    critics begin at --first-value. distance: the reward is the distance from the start of the maze in metres, and the
+    encoders learn for nothing"""
     first_value: float = 300.0
     """what the critics of --remedy value say of every state-action in the beginning: the mean reward / (1 - gamma)"""
 
@@ -136,6 +137,11 @@ def init_agent_with_value(value, args, env, key):
     return agent.replace(critic=agent.critic.replace(params=critic), target_critic=critic)
 
 
+def distance_from_start(start, params, args, batch):
+    """No curiosity: the metres between s and the maze's start, 0 where intrinsic_reward is."""
+    return batch.weight * jnp.linalg.norm(batch.anchor[:, :2] - start, axis=-1)
+
+
 # ---------------------------------------------------------------------------------------------------------- main
 def main(remedy, args):
     if remedy.remedy == "history":
@@ -153,6 +159,8 @@ def main(remedy, args):
         ctec.sample_futures = sample_scheduled_futures
     elif remedy.remedy == "value":
         ctec.init_agent = functools.partial(init_agent_with_value, remedy.first_value)
+    elif remedy.remedy == "distance":
+        ctec.intrinsic_reward = functools.partial(distance_from_start, ctec.make_env(args.env).start)
     return ctec.main(args)
 
 

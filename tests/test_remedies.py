@@ -90,3 +90,14 @@ def test_critics_with_a_head_start():
         difference = ctec.q_values(after, ARGS, obs, action) - ctec.q_values(before, ARGS, obs, action)
         np.testing.assert_allclose(difference, 300.0, atol=1e-3)
     jax.tree.map(np.testing.assert_array_equal, plain.actor, agent.actor)
+
+
+def test_the_distance_from_the_start_is_the_reward(monkeypatch):
+    monkeypatch.setattr(ctec, "main", lambda args: ctec.intrinsic_reward)
+    monkeypatch.setattr(ctec, "intrinsic_reward", ctec.intrinsic_reward)  # put back afterwards
+    reward = remedies.main(remedies.Remedy("distance"), ARGS)
+    offsets = jnp.array([[3.0, 4.0], [-5.0, 12.0], [0.0, 0.0], [1.0, 0.0]])
+    states = jnp.zeros((4, ENV.state_size)).at[:, :2].set(ENV.start + offsets)
+    anchor = jnp.concatenate([states, jnp.ones((4, ENV.action_size))], axis=-1)
+    pairs = ctec.Pairs(anchor=anchor, positive=states + 9, weight=jnp.array([1.0, 1, 1, 0]))
+    np.testing.assert_allclose(reward(None, ARGS, pairs), [5, 13, 0, 0], atol=1e-5)
