@@ -53,7 +53,9 @@ COLOURS = {  # one for each method, in every figure: Okabe and Ito's for colour-
     "origin in the middle": "#44AA99",
     "origin far from the start": "#117733",
     "standardised inputs": "#AA4499",
+    "gamma_cl 0.9": "#999933",
     "critics from 280": "#661100",
+    "distance as reward": "#DDCC77",
     "E3B": "#882255",
     "ETD": "#994F00",
     "no bonus": "#000000",
@@ -355,6 +357,13 @@ def draw_curves(axes, study, rows, env):
     axes.yaxis.set_major_formatter("{x:,g}")
 
 
+def draw_close_up(axes, study, rows, env):
+    """The upper half of the curves, without the paper's points, which may be far above them."""
+    draw_curves(axes, dataclasses.replace(study, paper=()), rows, env)
+    axes.set_ylim(bottom=axes.get_ylim()[1] / 2)
+    axes.set_title("our runs, close up")
+
+
 def draw_finals(axes, study, rows, env):
     """A bar for each line of the table, and a dot for each seed."""
     lines = list(entries(study, rows, env))
@@ -481,6 +490,7 @@ def draw(name, study, rows, folder):
                 continue
             # one environment: curves beside bars. Several: a column each, curves above bars
             drawings = [draw_curves] if has_curves(study, rows) else []
+            drawings += [draw_close_up] if drawings and study.paper else []
             drawings += [draw_finals] if "finals" in study.pictures else []
             shape = (1, len(drawings)) if len(envs) == 1 else (len(drawings), len(envs))
             figure = Figure((8, 3.4 if shape[0] == 1 else 5.6), layout="constrained")
@@ -489,7 +499,8 @@ def draw(name, study, rows, folder):
                 for j, env in enumerate(envs):
                     axes = panels[0, i] if len(envs) == 1 else panels[i, j]
                     drawing(axes, study, rows, env)
-                    axes.set_title(env if i == 0 else "")
+                    if i == 0:
+                        axes.set_title(env)
                     if j > 0:
                         axes.set_ylabel("")
                     if j > 0 and drawing is draw_finals and tick_texts(axes) == tick_texts(panels[i, 0]):
@@ -500,5 +511,6 @@ def draw(name, study, rows, folder):
             figure.suptitle("one seed" if max(seeds) == 1 else words, fontsize=9, color="0.3")
             if has_curves(study, rows):
                 handles, labels = panels[0, 0].get_legend_handles_labels()
-                figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 7))
+                columns = 7 if sum(map(len, labels)) < 90 else 4  # what fits into the width
+                figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns))
             figure.savefig(folder / picture)

@@ -121,6 +121,7 @@ RANDOM_CRAFTAX = Method("random", "random_craftax", f"{CRAFTAX} --total-timestep
 ANT_ONE_CORE = "--env ant_hardest_maze --num-envs 64 --batch-size 64 --encoder-width 256 --replay-size 1100"
 ANT_RANDOM = "--env ant_hardest_maze --num-envs 256 --total-timesteps 30000000"
 FROM_280 = "--remedy value --first-value 280"
+DISTANCE = "--remedy distance"
 ANT_CTEC = f"{ANT_RANDOM} --batch-size 256 --encoder-width 256 --multiplier 0.25 --replay-size 10000"
 TINY = """--env point_u_maze --num-envs 8 --unroll-length 16 --episode-length 33 --replay-size 64 --learning-starts 32
     --batch-size 32 --multiplier 0.5 --agent-width 16 --total-timesteps 1536"""
@@ -234,12 +235,15 @@ STUDIES = {
         "The long run: ant_hardest_maze on one core",
         (
             Method("C-TeC", "ctec_sac_brax", ANT_CTEC, 4),
+            Method("gamma_cl 0.9", "ctec_sac_brax", f"{ANT_CTEC} --gamma-cl 0.9", 4),
+            Method("C-TeC goal", "ctec_sac_brax", f"{ANT_CTEC} --future-state goal", 4),
             Method("critics from 280", "ctec_sac_brax", ANT_CTEC, 4, kind="remedies", inputs=FROM_280),
+            Method("distance as reward", "ctec_sac_brax", ANT_CTEC, 4, kind="remedies", inputs=DISTANCE),
             Method("random", "random_brax", ANT_RANDOM, 1.2),
         ),
         seeds=(11,),
         pictures=("curves", "diagnostics"),
-        at_steps=(1_000_000, 3_000_000, 5_000_000, 10_000_000, 15_000_000, 30_000_000),
+        at_steps=tuple(m * 1_000_000 for m in (1, 3, 5, 10, 15, 20, 30)),
         paper=((30_000_000, 1119, 304), (50_000_000, 1916, 430)),
         note="The part of 30M steps that is done; one seed is one seed.",
     ),
@@ -848,7 +852,7 @@ def result_rows(name, study, run):
     if not table:  # no Craftax episode has ended
         return []
     steps = np.array([int(row["steps"]) for row in table])
-    wanted = np.arange(1, POINTS + 1) * total / POINTS
+    wanted = np.append(np.arange(1, POINTS + 1) * total / POINTS, study.at_steps)
     chosen = np.unique(np.minimum(np.searchsorted(steps, wanted), len(steps) - 1))  # the first row at or after each
     rows = [known | {"metric": study.metric, "step": steps[i], "value": table[i][study.metric]} for i in chosen]
     last = {"steps_per_second": np.median([float(row["steps_per_second"]) for row in table])}

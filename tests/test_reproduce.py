@@ -383,7 +383,7 @@ def test_the_papers_points_and_the_diagnostics_are_drawn():
     from matplotlib.figure import Figure
 
     study = reproduce.STUDIES["ant"]
-    means = {"C-TeC": 400, "critics from 280": 350, "random": 300}
+    means = {method.label: 400 for method in study.methods}
     rows = made_up_rows(study, "ant", (11,), means, (5_000_000, 10_000_000, 15_000_000))
     axes = Figure().add_subplot()
     report.draw_curves(axes, study, rows, "ant_hardest_maze")
@@ -392,6 +392,12 @@ def test_the_papers_points_and_the_diagnostics_are_drawn():
     assert points.lines[0].get_xydata().tolist() == [[30, 1119], [50, 1916]]
     bars = points.lines[2][0].get_segments()
     assert [bar[:, 1].tolist() for bar in bars] == [[815, 1423], [1486, 2346]]  # a standard deviation to each side
+    close_up = Figure().add_subplot()
+    report.draw_close_up(close_up, study, rows, "ant_hardest_maze")
+    own = lambda axes: [line.get_xydata().tolist() for line in axes.lines if line.get_label() in means]
+    assert own(close_up) == own(axes) and len(own(axes)) == len(means) and not close_up.containers
+    low, high = close_up.get_ylim()
+    assert 401 < high < 500 and low == high / 2
 
     ctec = [row for row in rows if row["method"] == "C-TeC"]
     rows += [row | {"metric": "alpha", "value": str(i)} for i, row in enumerate(ctec)]
@@ -404,12 +410,13 @@ def test_the_papers_points_and_the_diagnostics_are_drawn():
 def test_the_curves_of_diagnostics_are_kept(fake, monkeypatch, tmp_path):
     with_alpha = FAKE.replace("coverage", "coverage,alpha").replace("{row * args.seed}", "{row},{row / 2}")
     (fake / "fake.py").write_text(with_alpha)
-    study = add_study(monkeypatch, "diagnosed", fake_method("C-TeC"), seeds=(1,), pictures=("curves", "diagnostics"))
+    more = dict(pictures=("curves", "diagnostics"), at_steps=(1230,))  # between two of the points that are kept
+    study = add_study(monkeypatch, "diagnosed", fake_method("C-TeC", "--rows 1000"), seeds=(1,), **more)
     args = Args(studies=("diagnosed",), jobs=1, **folders(tmp_path))
     assert reproduce.main(args) == 0
     rows = report.read_csv(args.results_dir / "diagnosed.csv")
     steps, values = report.curves(rows, "point_u_maze", "C-TeC", "alpha")[1]
-    assert steps[-1] == 200 and np.allclose(values, steps / 20)
+    assert steps.tolist() == sorted([*range(100, 10_001, 100), 1230]) and np.allclose(values, steps / 20)
     assert report.pictures("diagnosed", study, rows) == ["diagnosed.png", "diagnosed_diagnostics.png"]
 
 
