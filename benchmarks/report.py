@@ -349,7 +349,7 @@ def draw_curves(axes, study, rows, env):
         axes.axvline(at / unit, color="0.5", linewidth=0.8, linestyle=":")
     if study.paper:
         steps, means, deviations = np.array(study.paper).T
-        label = "C-TeC, the paper's mean and standard deviation"
+        label = "the paper's C-TeC, mean and deviation"
         axes.errorbar(steps / unit, means, deviations, fmt="s", color="0.15", capsize=3, markersize=4, label=label)
     axes.set(xlabel=words, ylabel=METRICS[study.metric][0])
     axes.set_xlim(left=0)
