@@ -2,22 +2,22 @@
 
 A region of the grid, the TV, shows new random colours at every step. An agent that is rewarded for what its model
 cannot predict finds a source of surprise there that never dries up. C-TeC (Mohamed et al., "Temporal Representations
-for Exploration", ICLR 2026, Appendix "Exploration in Noisy TV setting") rewards the distance |phi(s, a) - psi(s_f)| of
-representations that are trained by InfoNCE to tell which future belongs to which state-action: colours that are drawn
-anew tell nothing about it. `--bonus` has C-TeC and what it is compared with: RND, the error of a forward model, and
-nothing. Success is the number of cells visited.
+for Exploration", ICLR 2026, Appendix "Exploration in Noisy TV setting") rewards the distance between phi(s, a) / tau
+and psi(s_f), representations that are trained by InfoNCE to tell which future belongs to which state-action: colours
+that are drawn anew tell nothing about it. `--bonus` has C-TeC and what it is compared with: RND, the error of a forward
+model, and nothing. Success is the number of cells visited.
 
 One iteration:
 
     128 times, in every environment:                                                  # collect
         act with PPO's policy, store (s, a, log-probability, value, done), count the visit of the new cell
-    C-TeC:         reward_t = sum over k of gamma_cl^(k-1) * |phi(s_t, a_t) - psi(s_(t+k))|_2               # update
+    C-TeC:         reward_t = sum over k of gamma_cl^(k-1) * |phi(s_t, a_t) / tau - psi(s_(t+k))|_2         # update
     RND:           reward_t = error of a predictor of a fixed random network at s_(t+1)
     forward_error: reward_t = error of a model of s_(t+1), given s_t and a_t
-    standardise the reward by its running mean and deviation
+    standardise the reward by its running mean and deviation; its advantages are normalised over the rollout
     4 times, in minibatches of 1024 shuffled steps:
         one Adam step of the bonus's model (C-TeC: InfoNCE between state-actions and sampled futures)
-        one Adam step of PPO on the rewards' advantages
+        one Adam step of PPO on the advantages
 
     python ctec_ppo_noisy_tv.py                                                # 256 x 256 cells, for a GPU
     python ctec_ppo_noisy_tv.py --preset laptop                                # 64 x 64 cells, minutes on a CPU core
@@ -27,9 +27,9 @@ One iteration:
 Metrics, implementation details and results: docs/ctec_ppo_noisy_tv.md
 """
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
-#   "jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "numpy==2.4.6", "tyro==1.0.16", "tqdm==4.70.1",
+#   "jax==0.10.1", "flax==0.12.8", "optax==0.2.8", "numpy==2.4.6", "tyro==1.0.16", "tqdm==4.70.1",
 #   "matplotlib==3.11.2", "wandb==0.31.0",
 # ]
 # ///
@@ -37,6 +37,7 @@ Metrics, implementation details and results: docs/ctec_ppo_noisy_tv.md
 import collections
 import csv
 import dataclasses
+import errno
 import functools
 import io
 import json
@@ -61,85 +62,61 @@ from tqdm import tqdm
 # --------------------------------------------------------------------------------------------------- arguments
 @dataclasses.dataclass(frozen=True)
 class Args:
-    env: Literal["noisy_tv"] = "noisy_tv"
-    """environment: a grid of rooms, one of which has the TV"""
+    env: Literal["noisy_tv"] = "noisy_tv"  # environment: a grid of rooms, one of which has the TV
+    # the intrinsic reward, which is the only one; none leaves the entropy bonus, that is, uniform random actions
     bonus: Literal["ctec", "rnd", "forward_error", "none"] = "ctec"
-    """the intrinsic reward, which is the only one; none leaves the entropy bonus, that is, uniform random actions"""
+    # paper: the published sizes. laptop: the same algorithm in minutes on a CPU. Explicit flags win over it
     preset: Literal["paper", "laptop"] = "paper"
-    """paper: the published sizes. laptop: the same algorithm in minutes on a CPU. Explicit flags win over it"""
-    seed: int = 1
-    """seed of everything random"""
-    total_timesteps: int = 100_000_000
-    """environment steps, all environments together (the paper does not say)"""
-    resume: str = ""
-    """folder of an earlier run: go on from its checkpoint, with its arguments"""
-    run_dir: str = "runs"
-    """where the folder of the run is made"""
-    checkpoint_minutes: float = 10.0
-    """minutes between checkpoints; there is always one at the end, at Ctrl-C and at SIGTERM"""
-    track: bool = False
-    """send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)"""
+    seed: int = 1  # seed of everything random
+    total_timesteps: int = 100_000_000  # environment steps, all environments together (the paper does not say)
+    resume: str = ""  # folder of an earlier run: go on from its checkpoint, with its arguments
+    run_dir: str = "runs"  # where the folder of the run is made
+    checkpoint_minutes: float = 10.0  # minutes between checkpoints; always one at the end, at Ctrl-C and at SIGTERM
+    track: bool = False  # send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)
+    distributed: bool = False  # all processes that srun or mpirun has started together share this run
 
-    tv: bool = True
-    """noise on the TV; --no-tv leaves plain floor in its place"""
+    tv: bool = True  # noise on the TV; --no-tv leaves plain floor in its place
+    # row of the TV's centre, as a share of the grid's height (0.375: the middle of the second row of rooms)
     tv_row: float = 0.375
-    """row of the TV's centre, as a share of the grid's height (0.375: the middle of the second row of rooms)"""
-    tv_column: float = 0.375
-    """column of the TV's centre, as a share of the grid's width"""
-    tv_share: float = 1 / 64
-    """share of the grid's cells that the TV, a square, takes"""
-    grid_size: int = 256
-    """cells along each side of the grid (paper: 256)"""
-    rooms: int = 4
-    """rooms along each side of the grid, with walls and doors between them; 1 is open floor"""
-    window: int = 5
-    """cells along each side of what the agent sees around it; odd"""
+    tv_column: float = 0.375  # column of the TV's centre, as a share of the grid's width
+    tv_share: float = 1 / 64  # share of the grid's cells that the TV, a square, takes
+    grid_size: int = 256  # cells along each side of the grid (paper: 256)
+    rooms: int = 4  # rooms along each side of the grid, with walls and doors between them; 1 is open floor
+    window: int = 5  # cells along each side of what the agent sees around it; odd
+    # where episodes begin. random: in any free cell, those of the TV too, drawn at every reset (as in xland-minigrid).
+    # fixed: in the middle of the first room (a harder test)
+    start: Literal["random", "fixed"] = "random"
 
-    num_envs: int = 1024
-    """parallel environments (paper Table 2; 256 on the humanoid)"""
+    num_envs: int = 1024  # parallel environments (paper Table 2; 256 on the humanoid)
+    # steps in each environment before the update of an iteration; futures end with them, and gamma_cl 0.3 needs few
     num_steps: int = 128
-    """steps in each environment before the update of an iteration; futures end with them (ETD: 512, 16 environments)"""
+    # steps after which an episode is truncated; the far corner is some 500 steps from the fixed start
     episode_length: int = 1024
-    """steps after which an episode is truncated; the far corner is some 500 steps from the start"""
-    batch_size: int = 1024
-    """transitions in a gradient step (paper Table 2; 256 on the humanoid)"""
-    update_epochs: int = 4
-    """passes over a rollout, of PPO and of the encoders (ETD)"""
-    learning_rate: float = 3e-4
-    """Adam step size of PPO and of the encoders (ETD)"""
-    adam_eps: float = 1e-5
-    """epsilon of Adam, PPO and the bonus's model (Craftax baselines)"""
-    max_grad_norm: float = 0.5
-    """global-norm gradient clipping, PPO and the bonus's model (ETD)"""
-    agent_width: int = 256
-    """width of the two hidden layers of actor and critic (paper Table 2)"""
-    gamma: float = 0.99
-    """discount of PPO (ETD)"""
-    gae_lambda: float = 0.95
-    """lambda of generalised advantage estimation (ETD)"""
-    clip: float = 0.2
-    """PPO's clipping of the probability ratio (paper Table 5)"""
-    entropy_coef: float = 0.01
-    """weight of the entropy bonus (paper Table 5)"""
-    value_coef: float = 0.5
-    """weight of the value loss (Craftax baselines)"""
-    reward_momentum: float = 0.9
-    """momentum of the running mean and deviation that standardise the reward (ETD)"""
+    batch_size: int = 1024  # transitions in a gradient step (paper Table 2; 256 on the humanoid)
+    update_epochs: int = 4  # passes over a rollout, of PPO and of the encoders (ETD)
+    learning_rate: float = 3e-4  # Adam step size of PPO and of the bonus's model (ETD's of PPO)
+    adam_eps: float = 1e-5  # epsilon of Adam, PPO and the bonus's model (Craftax baselines)
+    max_grad_norm: float = 0.5  # global-norm gradient clipping, PPO and the bonus's model (ETD)
+    agent_width: int = 256  # width of the two hidden layers of actor and critic (paper Table 2)
+    gamma: float = 0.99  # discount of PPO (ETD)
+    gae_lambda: float = 0.95  # lambda of generalised advantage estimation (ETD)
+    clip: float = 0.2  # PPO's clipping of the probability ratio (paper Table 5)
+    entropy_coef: float = 0.01  # weight of the entropy bonus (paper Table 5)
+    value_coef: float = 0.5  # weight of the value loss (Craftax baselines)
+    reward_momentum: float = 0.9  # momentum of the running mean and deviation that standardise the reward (ETD)
 
-    encoder_width: int = 1024
-    """width of the three hidden layers of phi and psi (paper Table 6)"""
-    representation_size: int = 64
-    """size of phi and psi (paper Table 6)"""
-    gamma_cl: float = 0.3
-    """discount of the future-state distribution, Eq. 1 (paper Table 6)"""
+    encoder_width: int = 1024  # width of the three hidden layers of phi and psi (paper Table 6)
+    representation_size: int = 64  # size of phi and psi (paper Table 6)
+    gamma_cl: float = 0.3  # discount of the future-state distribution, Eq. 1 (paper Table 6)
+    # learn the temperature of the logits (paper Section 4.1); --no-learn-tau holds it at 1 (Appendix G.8)
     learn_tau: bool = True
-    """learn the temperature of the logits (paper Section 4.1); --no-learn-tau holds it at 1 (Appendix G.8)"""
-    logsumexp_penalty: float = 0.0
-    """weight of mean(logsumexp^2) in the contrastive loss (paper Table 6)"""
+    # phi: divide phi by tau before the distance, in loss and reward (authors' code). logits: C / tau in the loss (text)
+    temperature: Literal["phi", "logits"] = "phi"
+    logsumexp_penalty: float = 0.0  # weight of mean(logsumexp^2) in the contrastive loss (paper Table 6)
+    # all: the weighted sum over the rest of the episode inside the rollout. single: one sampled future
     reward_samples: Literal["all", "single"] = "all"
-    """all: the weighted sum over the rest of the episode inside the rollout. single: one sampled future"""
+    # divide the weighted sum by the sum of its weights (the paper found it better without, Appendix E.4)
     normalize_reward: bool = False
-    """divide the weighted sum by the sum of its weights (the paper found it better without, Appendix E.4)"""
 
     @property
     def steps_per_iteration(self):
@@ -277,17 +254,22 @@ def contrastive_loss(params, args, batch):
     phi = encode(params["phi"], args, batch.anchor)
     psi = encode(params["psi"], args, batch.positive)
     tau = jnp.exp(params["log_tau"]) if args.learn_tau else 1.0
-    logits = l2_similarity(phi, psi) / tau  # (B, B)
+    if args.temperature == "phi":
+        logits = l2_similarity(phi / tau, psi)  # (B, B), row i: state-action i against every future
+    else:
+        logits = l2_similarity(phi, psi) / tau
     loss = infonce(logits, batch.weight, args.logsumexp_penalty)
     metrics = contrastive_metrics(loss, logits, batch.weight, phi, psi)
     return loss, metrics | {"tau": jnp.exp(params["log_tau"])}  # stays at 1 if it is not learned
 
 
 def futures_reward(params, args, batch):
-    """C-TeC: (T, N) weighted sum of the distances |phi_t - psi_(t+k)|_2 to the futures (Appendix E.4). phi is computed
-    once for each of T steps and psi once for each of T+1 states, never for a pair."""
+    """C-TeC: (T, N) weighted sum of the distances |phi_t / tau - psi_(t+k)|_2 to the futures (Appendix E.4). phi is
+    computed once for each of T steps and psi once for each of T+1 states, never for a pair."""
     phi = encode(params["phi"], args, jnp.concatenate([batch.states[:-1], batch.action], axis=-1))
     psi = encode(params["psi"], args, batch.states)
+    if args.temperature == "phi" and args.learn_tau:
+        phi = phi / jnp.exp(params["log_tau"])
     distance = -jax.vmap(l2_similarity, in_axes=1)(phi, psi)  # (N, T, T+1)
     return jnp.sum(batch.weight * distance, axis=-1).T
 
@@ -397,12 +379,10 @@ def gae(args, reward, value, done, last_value):
     return jax.lax.scan(step, start, (reward, value, done.astype(jnp.float32)), reverse=True)[1]
 
 
-def ppo_rows_loss(params, args, env, rollout, advantage):
-    """Clipped objective, squared error of the values, and entropy, for rows of a rollout."""
+def ppo_rows_loss(params, args, env, rollout, advantage, target):
+    """Clipped objective, squared error of the values to their target, and entropy, for rows of a rollout."""
     actions = action_distribution(env)
     output, value = ActorCritic(args.agent_width, actions.outputs).apply(params, rollout.obs)
-    target = advantage + rollout.value
-    advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)
     log_ratio = actions.log_prob(output, rollout.action) - rollout.log_prob
     ratio = jnp.exp(log_ratio)
     clipped = jnp.clip(ratio, 1 - args.clip, 1 + args.clip)
@@ -445,11 +425,13 @@ def collect(args, env, state, key):
     policy nor its actions touch."""
     actions = action_distribution(env)
     policy = lambda obs: ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, obs)
+    key_actions, key_starts = jax.random.split(key)
     key_tv = jax.random.fold_in(state.key_tv, state.iteration)
     colours = env.draw_colours(key_tv, (args.num_steps, args.num_envs))
+    starts = env.draw_starts(key_starts, (args.num_steps, args.num_envs))  # one for each episode that may end
 
     def step(now, inputs):
-        key, colours = inputs
+        key, colours, start = inputs
         output, value = policy(now.obs)
         action = actions.sample(key, output)
         cell = env.move(now.cell, action)
@@ -459,12 +441,12 @@ def collect(args, env, state, key):
         log_prob = actions.log_prob(output, action)
         transition = Rollout(now.obs, action, log_prob, value, done, final_value, cell)
 
-        next_cell = jnp.where(done, env.start, cell)
+        next_cell = jnp.where(done, start, cell)
         after = Walkers(next_cell, env.observe(next_cell, colours), jnp.where(done, 0, now.episode_step + 1))
         return after, transition
 
-    keys = jax.random.split(key, args.num_steps)
-    walkers, rollout = jax.lax.scan(step, state.walkers, (keys, colours))
+    keys = jax.random.split(key_actions, args.num_steps)
+    walkers, rollout = jax.lax.scan(step, state.walkers, (keys, colours, starts))
     return state.replace(walkers=walkers, visits=count_visits(state.visits, rollout.cell)), rollout
 
 
@@ -507,11 +489,14 @@ def update(args, env, state, rollout, key):
     scaled = scaled + args.gamma * rollout.final_value  # a truncated episode would have gone on
     last_value = ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, states[-1])[1]
     advantage = gae(args, scaled, rollout.value, rollout.done, last_value)
+    target = advantage + rollout.value
+    advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)  # over the whole rollout
 
     # gradient steps of model and agent; a batch may be of any environments
-    states, action, left, known, rollout, advantage = placed((states, action, left, known, rollout, advantage))
+    states, action, left, known = placed((states, action, left, known))
+    rollout, advantage, target = placed((rollout, advantage, target))
     flat = lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...)
-    steps = jax.tree.map(flat, (rollout.replace(obs=None), advantage))  # obs are the first rows of flat(states)
+    steps = jax.tree.map(flat, (rollout.replace(obs=None), advantage, target))  # obs: the first rows of flat(states)
     optimizer = clipped_adam(args, args.learning_rate)
 
     def epoch(models, key):
@@ -529,9 +514,9 @@ def update(args, env, state, rollout, key):
                 anchor = jnp.concatenate([obs, flat(action)[rows]], axis=-1)
                 pairs = Pairs(anchor, flat(states)[positive[rows]], flat(known)[rows])
                 model, metrics = gradient_update(model_loss, model, optimizer, args, pairs)
-            batch, batch_advantage = jax.tree.map(lambda x: x[rows], steps)
+            batch, *of_batch = jax.tree.map(lambda x: x[rows], steps)
             batch = batch.replace(obs=obs)
-            agent, ppo_metrics = gradient_update(ppo_rows_loss, agent, optimizer, args, env, batch, batch_advantage)
+            agent, ppo_metrics = gradient_update(ppo_rows_loss, agent, optimizer, args, env, batch, *of_batch)
             return (agent, model), metrics | ppo_metrics
 
         return jax.lax.scan(step, models, placed(order.reshape(-1, args.batch_size), None, "envs"))
@@ -576,8 +561,8 @@ def init_bonus(args, env, key):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def init_state(args, env):
     """The whole state of a run: everything that a checkpoint holds."""
-    key, key_tv, key_agent, key_model, key_step = jax.random.split(jax.random.PRNGKey(args.seed), 5)
-    cell = jnp.full(args.num_envs, env.start, jnp.int32)
+    key, key_tv, key_agent, key_model, key_step, key_start = jax.random.split(jax.random.PRNGKey(args.seed), 6)
+    cell = env.draw_starts(key_start, (args.num_envs,))
     obs = env.observe(cell, env.draw_colours(jax.random.fold_in(key_tv, 0), (args.num_envs,)))
     agent = ActorCritic(args.agent_width, env.num_actions).init(key_agent, obs)
     # stagger the first episodes: only the clock ends them, and a rollout should have steps of every age
@@ -600,16 +585,18 @@ def init_state(args, env):
 
 
 # ----------------------------------------------------------------------------------------------------- devices
-PER_ENV = ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")  # fields of TrainState, (N, ...)
+# the axes by which fields of TrainState are split over the devices
+SPLIT = {name: ("envs",) for name in ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")} | {
+    "replay": (None, "envs")
+}
 
 
 def join_processes():
-    """Processes that srun or mpirun has started together, on one machine or several, share a run. The first one prints
-    and writes; the others keep their copies of a run's files to themselves."""
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 or int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        jax.distributed.initialize()
-        if jax.process_index() > 0:
-            sys.stdout = open(os.devnull, "w")
+    """Processes that srun or mpirun has started together, on one machine or several, share a run. Only the first one
+    prints and writes."""
+    jax.distributed.initialize()
+    if jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w")
 
 
 def from_all_processes(tree):
@@ -636,8 +623,7 @@ def placed(tree, *axes):
 
 def split_over_devices(state):
     """Environments and replay are split over the devices; everything else is copied to all of them."""
-    axes = {name: ("envs",) for name in PER_ENV} | {"replay": (None, "envs")}
-    return state.replace(**{name: placed(field, *axes.get(name, ())) for name, field in vars(state).items()})
+    return state.replace(**{name: placed(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
 
 
 # ---------------------------------------------------------------------------------------------------- coverage
@@ -670,12 +656,14 @@ class NoisyGrid:
     num_actions = 5
     moves = np.array([(-1, 0), (1, 0), (0, -1), (0, 1), (0, 0)])
 
-    def __init__(self, size, rooms, window, tv, tv_row, tv_column, tv_share):
+    def __init__(self, size, rooms, window, tv, tv_row, tv_column, tv_share, start):
         self.size = size
         self.window = window
         self.is_wall = self.walls(size, rooms)
         self.free_cells = int(np.sum(~self.is_wall))
-        self.start = size // rooms // 2 * (size + 1)  # the middle of the first room
+        middle = size // rooms // 2 * (size + 1)  # of the first room
+        starts = np.flatnonzero(~self.is_wall) if start == "random" else np.array([middle])
+        self.starts = starts.astype(np.int32)  # the cells in which an episode may begin
         self.tv_side = max(round(tv_share**0.5 * size), 1)
         self.tv_corner = np.round(np.array([tv_row, tv_column]) * size - self.tv_side / 2).astype(int)
         row, column = np.divmod(np.arange(size**2), size)
@@ -722,6 +710,9 @@ class NoisyGrid:
         of the TV changes at every step and nobody sees more of it than a window: nothing else has to be drawn."""
         return jax.random.bits(key, (*shape, self.window**2), jnp.uint8) & 7
 
+    def draw_starts(self, key, shape):
+        return jax.random.choice(key, jnp.asarray(self.starts), shape)
+
     def move(self, cell, action):
         return jnp.asarray(self.target)[cell, action]
 
@@ -743,7 +734,8 @@ def make_grid(*numbers):
 
 
 def make_noisy_tv(args):
-    return make_grid(args.grid_size, args.rooms, args.window, args.tv, args.tv_row, args.tv_column, args.tv_share)
+    place = (args.tv_row, args.tv_column, args.tv_share)
+    return make_grid(args.grid_size, args.rooms, args.window, args.tv, *place, args.start)
 
 
 # ----------------------------------------------------------------------------------- run folder and checkpoint
@@ -766,7 +758,10 @@ def clock(seconds):
 
 
 def write_atomically(path, write):
-    """write(file) into a temporary file, which then takes the place of path: a kill or a full disk loses nothing."""
+    """write(file) into a temporary file, which then takes the place of path: a kill or a full disk loses nothing. The
+    first process writes for all."""
+    if jax.process_index() > 0:
+        return
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -831,12 +826,14 @@ def nbytes(tree):
 
 
 def check_memory(args, template):
-    """One line and exit code 2, before anything is allocated, if the state of the run does not fit the device."""
+    """One line and exit code 2, before anything is allocated, if a device's share of the state does not fit it."""
     device = jax.local_devices()[0]
     limits = device.memory_stats() or {}  # a CPU has none
     there = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    if nbytes(template) > there:
-        sizes = f"the run's state needs {nbytes(template) / 1e9:,.1f} GB, the device ({device.platform}) has"
+    split = sum(nbytes(getattr(template, name, ())) for name in SPLIT)
+    share = nbytes(template) - split + split // jax.device_count()
+    if share > there:
+        sizes = f"the run's state needs {share / 1e9:,.1f} GB, the device ({device.platform}) has"
         fail(f"{sizes} {there / 1e9:,.1f} GB: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
 
 
@@ -846,24 +843,19 @@ def start_run(args, init, template, buffers):
     check_memory(args, template)
     state = None
     rows = []
+    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(args.resume or Path(args.run_dir) / name)
     if args.resume:
-        folder = Path(args.resume)
         state = load_checkpoint(folder / "checkpoint.npz", template)
         rows = read_metrics(folder / "metrics.csv", int(state.iteration))
         if state.iteration >= args.num_iterations:
             fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    if jax.process_index() > 0:
-        import tempfile
-
-        folder = Path(tempfile.mkdtemp())
-    elif not args.resume:
-        name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = Path(args.run_dir) / name
+    elif jax.process_index() == 0:
         try:
             folder.mkdir(parents=True)
         except OSError as error:
             fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
-    config = json.dumps(dataclasses.asdict(args) | {"resume": ""}, indent=1)
+    config = json.dumps(dataclasses.asdict(args) | {"resume": "", "distributed": False}, indent=1)
     write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
     write_metrics(folder / "metrics.csv", rows)
 
@@ -889,12 +881,13 @@ def compile_iteration(args, env, state):
 
 def finite_metrics(args, folder, iteration, metrics):
     """The metrics as numbers. One that is not finite ends the run; but before the first update, and while the
-    parameters are finite, nan means: no value yet."""
+    parameters are finite, nan means: no value yet. There is no episode length while no episode ends."""
     values = {name: float(metrics[name]) for name in METRICS if name in metrics}
     missing = [name for name, x in values.items() if not math.isfinite(x)]
     waiting = iteration < args.first_update and math.isfinite(values.get("parameter_norm", 0.0))
     for name in missing:
-        if not waiting or not math.isnan(values[name]):
+        no_value = waiting or name == "episode_length"
+        if not no_value or not math.isnan(values[name]):
             words = f"iteration {iteration}: {name} is {values[name]}"
             fail(f"{words}; the last good checkpoint, if any, is kept in {folder}", code=1)
     return {name: x for name, x in values.items() if name not in missing}
@@ -917,7 +910,8 @@ def show_progress(args, bar, row):
 def iterations(args, folder, state, seconds, iterate):
     """Yield (state, row of metrics, whatever else iterate returns) after each iteration. Writes metrics.csv, shows the
     progress, and saves checkpoints when the caller is done with the iteration. Stops at Ctrl-C and SIGTERM."""
-    if args.track:
+    track = args.track and jax.process_index() == 0
+    if track:
         import wandb
 
         wandb.init(project="ctec", id=folder.name, resume="allow", config=dataclasses.asdict(args), dir=folder)
@@ -927,7 +921,7 @@ def iterations(args, folder, state, seconds, iterate):
     first = int(state.iteration) + 1
     layout = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
     bar = tqdm(total=args.num_iterations, initial=first - 1, bar_format=layout, disable=None)  # None: if no terminal
-    log = open(folder / "metrics.csv", "a", newline="")
+    log = open(folder / "metrics.csv" if jax.process_index() == 0 else os.devnull, "a", newline="")
     writer = csv.DictWriter(log, METRICS, lineterminator="\n")
     recent = collections.deque(maxlen=20)  # seconds of the latest iterations, without those before the first update
     saved = time.time()
@@ -948,7 +942,7 @@ def iterations(args, folder, state, seconds, iterate):
             row |= {"seconds": round(seconds, 1), "steps_per_second": round(rate, 1)} | values
             writer.writerow(row)
             log.flush()
-            if args.track:
+            if track:
                 wandb.log(row, step=row["steps"])
             show_progress(args, bar, row)
             yield state, row, *more
@@ -973,7 +967,7 @@ def iterations(args, folder, state, seconds, iterate):
         log.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if args.track:
+        if track:
             wandb.finish()
 
 
@@ -984,7 +978,8 @@ def picture_iterations(args):
 
 
 def draw_visits(axes, env, title, visits):
-    """Heat map of the (cells,) visits on a logarithmic scale, walls grey, unvisited cells white, the TV outlined."""
+    """Heat map of the (cells,) visits on a logarithmic scale, walls grey, unvisited cells white, the TV
+    outlined, a start that is fixed marked."""
     from matplotlib.colors import LogNorm
 
     side = env.tv_side
@@ -994,7 +989,8 @@ def draw_visits(axes, env, title, visits):
     norm = LogNorm(1, max(visits.max(), 10))
     image = axes.imshow(np.where(visits > 0, visits, np.nan), cmap="viridis", norm=norm)
     axes.plot([left, left + side, left + side, left, left], [top, top, top + side, top + side, top], color="red")
-    axes.plot(*divmod(env.start, env.size)[::-1], "o", color="red", markersize=3)
+    if len(env.starts) == 1:
+        axes.plot(*divmod(env.starts[0], env.size)[::-1], "o", color="red", markersize=3)
     axes.set(title=title, xticks=[], yticks=[])
     return image
 
@@ -1011,7 +1007,7 @@ def save_visits(args, env, folder, visits, steps):
     share = np.sum(visits > 0) / env.free_cells
     title = f"{args.bonus}, {noise}: {share:.1%} of {env.free_cells:,} cells in {steps:,} steps"
     figure.colorbar(draw_visits(axes, env, title, visits), ax=axes, label="visits")
-    figure.savefig(folder / "visits.png", dpi=100)
+    write_atomically(folder / "visits.png", lambda file: figure.savefig(file, dpi=100))
 
 
 # -------------------------------------------------------------------------------------------------------- main
@@ -1032,9 +1028,10 @@ def parse_args(argv=None):
 
 
 MAY_BE_ZERO = ("seed", "checkpoint_minutes", "logsumexp_penalty", "noise", "forward_coef", "entropy_coef", "value_coef",
-               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum")  # fmt: skip
-AT_MOST_ONE = ("target_rate", "gae_lambda", "forward_weight")
-BELOW_ONE = ("gamma", "gamma_cl", "reward_momentum")
+               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum",
+               "gae_lambda", "slip", "epsilon", "first_offset")  # fmt: skip
+AT_MOST_ONE = ("gamma", "target_rate", "gae_lambda", "forward_weight")
+BELOW_ONE = ("gamma_cl", "reward_momentum")
 
 
 def check_numbers(args):
@@ -1080,7 +1077,7 @@ def check_tv_args(args):
 
 def finish_tv(env, folder, row):
     """The last lines of a run, and what main returns."""
-    pictures = sorted(path.name for path in folder.iterdir() if path.suffix == ".png")
+    pictures = sorted(path.name for path in folder.glob("*") if path.suffix == ".png")
     result = f"coverage {row['coverage']:,.0f} of {env.free_cells:,} cells after {row['steps']:,} steps"
     print(f"{result} in {clock(row['seconds'])}, {row['at_tv_run']:.1%} of them at the TV")
     print(f"pictures {', '.join(pictures)}")
@@ -1090,6 +1087,8 @@ def finish_tv(env, folder, row):
 
 def main(args):
     """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
+    if args.distributed:
+        join_processes()
     check_tv_args(args)
     env = make_noisy_tv(args)
     init = functools.partial(init_state, args, env)
@@ -1103,10 +1102,11 @@ def main(args):
 
 
 if __name__ == "__main__":
-    join_processes()
     try:
         main(parse_args())
-    except (OSError, MemoryError) as error:  # a full disk, as a rule
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
         fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
     except KeyboardInterrupt:
-        fail("stopped before the first iteration", code=130)
+        fail("stopped by Ctrl-C", code=130)

@@ -3,19 +3,20 @@
 ETD (Jiang et al., "Episodic Novelty Through Temporal Distance", ICLR 2025) learns by InfoNCE how many steps lie between
 two states, as a quasimetric d(x, y), and rewards the distance of the new state from the nearest one of its episode: go
 where you have not been in this episode. C-TeC (Mohamed et al., "Temporal Representations for Exploration", ICLR 2026)
-rewards |phi(s, a) - psi(s_f)| to a sampled future: go where your future is hard to predict. Both have one PPO and no
-task reward; success is the number of places visited, or of achievements unlocked.
+rewards |phi(s, a) / tau - psi(s_f)| to a sampled future: go where your future is hard to predict. Both have one PPO and
+no task reward; success is the number of places visited, or of achievements unlocked.
 
 One iteration:
 
-    128 times, in every environment:                                                  # collect
+    512 times, in every environment:                                                  # collect
         act with PPO's policy, store (s, a, log-probability, value, done), mark the bin of the new position as visited
     ETD:   reward = min over the episode's states s_k before s' of d(s_k, s')                             # update
-    C-TeC: reward = |phi(s, a) - psi(s_f)| with a sampled future s_f
-    standardise the reward by its running mean and deviation
+    C-TeC: reward = |phi(s, a) / tau - psi(s_f)| with a sampled future s_f
+    standardise the reward by its running mean and deviation, without the steps with which episodes ended
+    advantages of the reward, normalised over the rollout
     4 times, in minibatches of 1024 shuffled steps:
         one Adam step of the encoders on InfoNCE between states (C-TeC: state-actions) and sampled futures
-        one Adam step of PPO on the rewards' advantages
+        one Adam step of PPO on the advantages
 
     python etd_ppo.py --env ant_hardest_maze                                   # for a GPU
     python etd_ppo.py --env point_hardest_maze --preset laptop                 # minutes on two CPU cores
@@ -25,9 +26,9 @@ One iteration:
 Metrics, implementation details and results: docs/etd_ppo.md
 """
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
-#   "jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "brax==0.14.2", "mujoco==3.17.0", "mujoco-mjx==3.17.0",
+#   "jax==0.10.1", "flax==0.12.8", "optax==0.2.8", "brax==0.14.2", "mujoco==3.17.0", "mujoco-mjx==3.17.0",
 #   "craftax==1.6.1", "numpy==2.4.6", "tyro==1.0.16", "tqdm==4.70.1", "matplotlib==3.11.2", "wandb==0.31.0",
 # ]
 # ///
@@ -36,6 +37,7 @@ import collections
 import contextlib
 import csv
 import dataclasses
+import errno
 import functools
 import io
 import json
@@ -72,76 +74,50 @@ ENVS = ("point_u_maze", "point_large_maze", "point_hardest_maze", "ant_u_maze", 
 # --------------------------------------------------------------------------------------------------- arguments
 @dataclasses.dataclass(frozen=True)
 class Args:
-    env: Literal[(*ENVS, "craftax_classic")] = "ant_hardest_maze"
-    """environment"""
-    bonus: Literal["etd", "ctec"] = "etd"
-    """the intrinsic reward, which is the only one"""
+    env: Literal[(*ENVS, "craftax_classic")] = "ant_hardest_maze"  # environment
+    bonus: Literal["etd", "ctec"] = "etd"  # the intrinsic reward, which is the only one
+    # paper: the published sizes. laptop: the same algorithm in minutes on a CPU. Explicit flags win over it
     preset: Literal["paper", "laptop"] = "paper"
-    """paper: the published sizes. laptop: the same algorithm in minutes on a CPU. Explicit flags win over it"""
-    seed: int = 1
-    """seed of everything random"""
-    total_timesteps: int = 500_000_000
-    """environment steps, all environments together (paper Table 2)"""
-    resume: str = ""
-    """folder of an earlier run: go on from its checkpoint, with its arguments"""
-    run_dir: str = "runs"
-    """where the folder of the run is made"""
-    checkpoint_minutes: float = 10.0
-    """minutes between checkpoints; there is always one at the end, at Ctrl-C and at SIGTERM"""
-    track: bool = False
-    """send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)"""
-    episode_window: int = 1024
-    """number of latest finished episodes over which the achievement rates are taken"""
+    seed: int = 1  # seed of everything random
+    total_timesteps: int = 500_000_000  # environment steps, all environments together (paper Table 2)
+    resume: str = ""  # folder of an earlier run: go on from its checkpoint, with its arguments
+    run_dir: str = "runs"  # where the folder of the run is made
+    checkpoint_minutes: float = 10.0  # minutes between checkpoints; always one at the end, at Ctrl-C and at SIGTERM
+    track: bool = False  # send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)
+    distributed: bool = False  # all processes that srun or mpirun has started together share this run
+    episode_window: int = 1024  # number of latest finished episodes over which the achievement rates are taken
 
-    num_envs: int = 1024
-    """parallel environments (paper Table 2; 256 on the humanoid)"""
-    num_steps: int = 128
-    """steps in each environment before the update of an iteration; futures end with them (ETD: 512, 16 environments)"""
-    worlds_at_once: int | None = None
-    """new worlds that are made at the same time (default: 1024; 8 on a CPU, where XLA makes copies of the first 8)"""
+    num_envs: int = 256  # parallel environments (the paper's on the humanoid; ETD: 16)
+    num_steps: int = 512  # steps in each environment before the update of an iteration; futures end with them (ETD)
+    # steps after which an episode is truncated (paper Table 2; 10,000 in Craftax, as the game does)
     episode_length: int = 1000
-    """steps after which an episode is truncated (paper Table 2; 10,000 in Craftax, as the game does)"""
-    batch_size: int = 1024
-    """transitions in a gradient step (paper Table 2; 256 on the humanoid)"""
-    update_epochs: int = 4
-    """passes over a rollout, of PPO and of the encoders (ETD)"""
-    learning_rate: float = 3e-4
-    """Adam step size of PPO and of the encoders (ETD)"""
-    adam_eps: float = 1e-5
-    """epsilon of Adam, PPO and the bonus's model (Craftax baselines)"""
-    max_grad_norm: float = 0.5
-    """global-norm gradient clipping, PPO and the bonus's model (ETD)"""
-    agent_width: int = 256
-    """width of the two hidden layers of actor and critic (paper Table 2)"""
-    gamma: float = 0.99
-    """discount of PPO (ETD)"""
-    gae_lambda: float = 0.95
-    """lambda of generalised advantage estimation (ETD)"""
-    clip: float = 0.2
-    """PPO's clipping of the probability ratio (paper Table 5)"""
-    entropy_coef: float = 0.01
-    """weight of the entropy bonus (paper Table 5)"""
-    value_coef: float = 0.5
-    """weight of the value loss (Craftax baselines)"""
-    reward_momentum: float = 0.9
-    """momentum of the running mean and deviation that standardise the reward (ETD)"""
+    batch_size: int = 1024  # transitions in a gradient step (paper Table 2; 256 on the humanoid)
+    update_epochs: int = 4  # passes over a rollout, of PPO and of the encoders (ETD)
+    learning_rate: float = 3e-4  # Adam step size of PPO (ETD)
+    encoder_learning_rate: float = 1e-4  # Adam step size of the encoders (ETD's launch script)
+    adam_eps: float = 1e-5  # epsilon of Adam, PPO and the bonus's model (Craftax baselines)
+    max_grad_norm: float = 0.5  # global-norm gradient clipping, PPO and the bonus's model (ETD)
+    agent_width: int = 256  # width of the two hidden layers of actor and critic (paper Table 2)
+    gamma: float = 0.99  # discount of PPO (ETD)
+    gae_lambda: float = 0.95  # lambda of generalised advantage estimation (ETD)
+    clip: float = 0.2  # PPO's clipping of the probability ratio (paper Table 5)
+    entropy_coef: float = 0.01  # weight of the entropy bonus (paper Table 5)
+    value_coef: float = 0.5  # weight of the value loss (Craftax baselines)
+    reward_momentum: float = 0.9  # momentum of the running mean and deviation that standardise the reward (ETD)
 
-    encoder_width: int = 1024
-    """width of the hidden layers of the bonus's networks (paper Tables 3 and 4)"""
-    representation_size: int = 64
-    """size of a representation (paper Tables 3 and 4)"""
-    gamma_cl: float = 0.99
-    """discount of the future-state distribution, of C-TeC too, in Craftax too (ETD)"""
+    encoder_width: int = 1024  # width of the hidden layers of the bonus's networks (paper Tables 3 and 4)
+    representation_size: int = 64  # size of a representation (paper Tables 3 and 4)
+    gamma_cl: float = 0.99  # discount of the future-state distribution, of C-TeC too, in Craftax too (ETD)
+    # what ETD keeps of an episode's states: embeddings by the weights of their time, or observations (slower)
     memory: Literal["embeddings", "observations"] = "embeddings"
-    """what ETD keeps of an episode's states: embeddings by the weights of their time, or observations (slower)"""
-    memory_size: int = 1000
-    """states of an episode that ETD keeps; of a longer one the latest"""
-    similarity: Literal["l1", "l2"] = "l1"
-    """C-TeC's: minus this distance (paper: L1 on the robots, L2 in Craftax)"""
+    memory_size: int = 1000  # states of an episode that ETD keeps; of a longer one the latest
+    similarity: Literal["l1", "l2"] = "l1"  # C-TeC's: minus this distance (paper: L1 on the robots, L2 in Craftax)
+    # normalise representations for the reward. batch: each feature over the batch (authors' code). unit: rows (text)
     reward_features: Literal["batch", "unit"] = "batch"
-    """unit length in C-TeC's and APT's reward: of each feature over the batch (authors' code), or of each row (text)"""
+    # phi: divide phi by tau before the distance, in loss and reward (authors' code). logits: C / tau in the loss (text)
+    temperature: Literal["phi", "logits"] = "phi"
+    # weight of mean(logsumexp^2) in the contrastive loss of C-TeC (authors' launch script; paper Table 3: 0.1)
     logsumexp_penalty: float = 0.0
-    """weight of mean(logsumexp^2) in the contrastive loss of C-TeC (authors' launch script; paper Table 3: 0.1)"""
 
     @property
     def steps_per_iteration(self):
@@ -157,12 +133,13 @@ class Args:
 
 
 PAPER = {  # what the paper's tables change for one environment
-    "humanoid": dict(num_envs=256, batch_size=256),
+    "humanoid": dict(batch_size=256),
     "craftax": dict(episode_length=10_000, similarity="l2", reward_features="unit"),
 }
 PRESETS = {
     "paper": {},
-    "laptop": dict(total_timesteps=1_000_000, num_envs=128, batch_size=256, encoder_width=256, checkpoint_minutes=2.0),
+    # fewer environments rather than shorter rollouts: futures end with a rollout
+    "laptop": dict(total_timesteps=1_000_000, num_envs=32, batch_size=256, encoder_width=256, checkpoint_minutes=2.0),
 }
 
 
@@ -235,27 +212,21 @@ def contrastive_metrics(loss, logits, weight, phi, psi):
 
 
 def mrn_distance(x, y):
-    """d(x, y), (...,), of representations (..., features): max(relu(x_1 - y_1)) + |x_2 - y_2|_2 on their halves (metric
-    residual network). It obeys the triangle inequality, and the way back may be longer than the way there."""
+    """d(x_i, y_j) = max(relu(x_i1 - y_j1)) + |x_i2 - y_j2|_2 on the halves of the representations (metric residual
+    network), for all pairs of rows. It obeys the triangle inequality, and the way back may be longer than the way out.
+    One feature at a time, rematerialised in the backward pass, as in l1_similarity. The gradient of the maximum goes to
+    the feature that is the largest."""
     x1, x2 = jnp.split(x, 2, axis=-1)
     y1, y2 = jnp.split(y, 2, axis=-1)
-    return jnp.max(nn.relu(x1 - y1), axis=-1) + jnp.sqrt(jnp.sum((x2 - y2) ** 2, axis=-1) + 1e-8)
-
-
-def mrn_pairs(x, y):
-    """d(x_i, y_j) for all pairs of rows, (B, B), one feature at a time, rematerialised in the backward pass, as in
-    l1_similarity. The gradient of the maximum goes to the feature that is the largest."""
-    x1, x2 = jnp.split(x, 2, axis=-1)
-    y1, y2 = jnp.split(y, 2, axis=-1)
-    largest = jax.lax.stop_gradient(jnp.max(nn.relu(x1[:, None] - y1), axis=-1))
-    add_largest = lambda total, difference: total + jnp.where(difference == largest, difference, 0.0)
-    add_square = lambda total, difference: total + difference**2
     unroll = 1 if jax.default_backend() == "cpu" else 8
 
     def over_features(add, x, y):
         step = jax.checkpoint(lambda total, feature: (add(total, feature[0][:, None] - feature[1]), None))
-        return jax.lax.scan(step, jnp.zeros_like(largest), (x.T, y.T), unroll=unroll)[0]
+        return jax.lax.scan(step, jnp.zeros((len(x), len(y))), (x.T, y.T), unroll=unroll)[0]
 
+    largest = over_features(jnp.maximum, *jax.lax.stop_gradient((x1, y1)))
+    add_largest = lambda total, difference: total + jnp.where(difference == largest, difference, 0.0)
+    add_square = lambda total, difference: total + difference**2
     return over_features(add_largest, x1, y1) + jnp.sqrt(over_features(add_square, x2, y2) + 1e-8)
 
 
@@ -269,7 +240,7 @@ def etd_loss(params, args, batch):
     """Symmetric InfoNCE with logits c(y_j) - d(x_i, y_j)."""
     x, _ = encode_state(params, args, batch.anchor)
     y, potential = encode_state(params, args, batch.positive)
-    logits = potential - mrn_pairs(x, y)  # (B, B)
+    logits = potential - mrn_distance(x, y)  # (B, B)
     loss = 0.5 * (infonce(logits, batch.weight, 0.0) + infonce(logits.T, batch.weight, 0.0))
     return loss, contrastive_metrics(loss, logits, batch.weight, x, y)
 
@@ -312,10 +283,10 @@ def etd_reward(params, args, states, done, memory):
     def nearest(inputs):
         z, old, count, episode = inputs  # of one environment
         t = jnp.arange(len(episode))
-        in_memory = (jnp.arange(len(old)) < count) & (episode[:, None] == 0)  # (T, M)
-        in_rollout = (episode == episode[:, None]) & (t <= t[:, None])  # (T, T)
-        distance = mrn_distance(jnp.concatenate([old, z[:-1]]), z[1:, None])  # (T, M+T)
-        return jnp.min(jnp.where(jnp.concatenate([in_memory, in_rollout], axis=1), distance, jnp.inf), axis=1)
+        in_memory = (jnp.arange(len(old)) < count)[:, None] & (episode == 0)  # (M, T)
+        in_rollout = (episode[:, None] == episode) & (t[:, None] <= t)  # (T, T)
+        distance = mrn_distance(jnp.concatenate([old, z[:-1]]), z[1:])  # (M+T, T)
+        return jnp.min(jnp.where(jnp.concatenate([in_memory, in_rollout]), distance, jnp.inf), axis=0)
 
     inputs = (z.swapaxes(0, 1), old, memory.count, episode_numbers(done)[:-1].T)
     reward = jnp.where(done, 0.0, map_in_pieces(nearest, inputs, 16).T)
@@ -366,7 +337,10 @@ def ctec_loss(params, args, batch):
     psi = unit_length(encode(params["psi"], args, batch.positive))
     similarity = l1_similarity if args.similarity == "l1" else l2_similarity
     tau = jnp.exp(params["log_tau"])
-    logits = similarity(phi, psi) / tau
+    if args.temperature == "phi":
+        logits = similarity(phi / tau, psi)  # (B, B), row i: state-action i against every future
+    else:
+        logits = similarity(phi, psi) / tau
     loss = infonce(logits, batch.weight, args.logsumexp_penalty)
     return loss, contrastive_metrics(loss, logits, batch.weight, phi, psi) | {"tau": tau}
 
@@ -378,6 +352,8 @@ def ctec_reward(params, args, key, states, action, done):
     future = jnp.take_along_axis(states, future_times(key, args, left)[..., None], axis=0)
     phi = reward_features(args, encode(params["phi"], args, anchor), left > 0)
     psi = reward_features(args, encode(params["psi"], args, future), left > 0)
+    if args.temperature == "phi":
+        phi = phi / jnp.exp(params["log_tau"])
     return jnp.where(left > 0, jnp.linalg.norm(phi - psi, ord=int(args.similarity[1]), axis=-1), 0.0)
 
 
@@ -498,12 +474,10 @@ def gae(args, reward, value, done, last_value):
     return jax.lax.scan(step, start, (reward, value, done.astype(jnp.float32)), reverse=True)[1]
 
 
-def ppo_rows_loss(params, args, env, rollout, advantage):
-    """Clipped objective, squared error of the values, and entropy, for rows of a rollout."""
+def ppo_rows_loss(params, args, env, rollout, advantage, target):
+    """Clipped objective, squared error of the values to their target, and entropy, for rows of a rollout."""
     actions = action_distribution(env)
     output, value = ActorCritic(args.agent_width, actions.outputs).apply(params, rollout.obs)
-    target = advantage + rollout.value
-    advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)
     log_ratio = actions.log_prob(output, rollout.action) - rollout.log_prob
     ratio = jnp.exp(log_ratio)
     clipped = jnp.clip(ratio, 1 - args.clip, 1 + args.clip)
@@ -536,7 +510,7 @@ class Rollout:
 def collect(args, env, state, key):
     """`num_steps` steps in every environment. The start states of new episodes are drawn once an iteration."""
     key_start, key_actions = jax.random.split(key)
-    starts = make_worlds(args, env, key_start, args.num_envs)
+    starts = make_worlds(env, key_start, args.num_envs)
     actions = action_distribution(env)
     policy = lambda obs: ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, obs)
 
@@ -552,19 +526,22 @@ def collect(args, env, state, key):
         final_value = jax.lax.cond(jnp.any(truncated), lambda: policy(after.obs)[1], lambda: jnp.zeros_like(value))
         final_value = jnp.where(truncated, final_value, 0.0)
         transition = Rollout(now.obs, action, actions.log_prob(output, action), value, done, final_value)
-        index = bin_index(env, after.obs) if env.grid_shape else None
+        reached = Reached(after.obs[..., : env.position_size], jnp.where(done, episode_step + 1, 0))
 
         restart = lambda start, x: jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start, x)
         carry = (jax.tree.map(restart, starts, after), jnp.where(done, 0, episode_step + 1))
-        return carry, (transition, index, episode_step + 1, env.frame(after.physics))
+        return carry, (transition, reached, env.frame(after.physics))
 
     keys = jax.random.split(key_actions, args.num_steps)
-    (now, episode_step), (rollout, index, length, frames) = jax.lax.scan(step, (state.env, state.episode_step), keys)
-    if env.grid_shape:
-        success = mark_visited(state.success, index)
+    (now, episode_step), (rollout, reached, frames) = jax.lax.scan(step, (state.env, state.episode_step), keys)
+    if env.position_size:
+        success = mark_visited(args, env, state.success, state.iteration, reached.position)
+        metrics = {"episode_length": mean_episode_length(reached)} | coverage_metrics(success)
     else:  # a frame of Craftax holds the achievements
+        length = reached.episode_length
         success = insert_episodes(state.success, rollout.done, frames, length, jnp.zeros(length.shape))
-    return state.replace(env=now, episode_step=episode_step, success=success), rollout, frames
+        metrics = episode_metrics(success)
+    return state.replace(env=now, episode_step=episode_step, success=success), rollout, metrics, frames
 
 
 # ---------------------------------------------------------------------------------------------------- training
@@ -581,11 +558,13 @@ class TrainState:
     model: Model  # ETD's encoder, or C-TeC's {"phi", "psi", "log_tau"}
 
 
-def standardize(args, moments, iteration, reward):
-    """The reward over its running mean and deviation, which begin with the first rollout's."""
-    now = jnp.stack([jnp.mean(reward), jnp.var(reward)])
+def standardize_known(args, moments, iteration, reward, known):
+    """The reward over its running mean and deviation, which begin with the first rollout's; 0, the mean, for the steps
+    whose reward is not known."""
+    mean = weighted_mean(reward, known)
+    now = jnp.stack([mean, weighted_mean((reward - mean) ** 2, known)])
     moments = jnp.where(iteration == 1, now, args.reward_momentum * moments + (1 - args.reward_momentum) * now)
-    return moments, (reward - moments[0]) / (jnp.sqrt(moments[1]) + 1e-8)
+    return moments, now, known * (reward - moments[0]) / (jnp.sqrt(moments[1]) + 1e-8)
 
 
 def update(args, env, state, rollout, key):
@@ -595,18 +574,24 @@ def update(args, env, state, rollout, key):
     actions = action_distribution(env)
     states = jnp.concatenate([rollout.obs, state.env.obs[None]])  # (T+1, N, state_size)
     action = actions.vector(rollout.action)
+    left = steps_left(rollout.done)
+    known = (left > 0).astype(jnp.float32)  # an episode's last step has no future and no next state
 
     # intrinsic rewards and their advantages; a truncated episode would have gone on, so its final value is added
     reward, memory = intrinsic_reward(state.model.params, args, key_reward, states, action, rollout.done, state.memory)
-    moments, scaled = standardize(args, state.reward_moments, state.iteration, reward)
+    moments, now, scaled = standardize_known(args, state.reward_moments, state.iteration, reward, known)
     last_value = ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, states[-1])[1]
     advantage = gae(args, scaled + args.gamma * rollout.final_value, rollout.value, rollout.done, last_value)
+    target = advantage + rollout.value
+    advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)  # over the whole rollout
 
     # gradient steps of encoders and agent; a batch may be of any environments
-    states, action, left, rollout, advantage = placed((states, action, steps_left(rollout.done), rollout, advantage))
+    states, action, left, known = placed((states, action, left, known))
+    rollout, advantage, target = placed((rollout, advantage, target))
     flat = lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...)
-    steps = jax.tree.map(flat, (rollout.replace(obs=None), advantage))  # obs are the first rows of flat(states)
-    optimizer = clipped_adam(args, args.learning_rate)
+    steps = jax.tree.map(flat, (rollout.replace(obs=None), advantage, target))  # obs: the first rows of flat(states)
+    adam = clipped_adam(args, args.learning_rate)
+    encoder_adam = clipped_adam(args, args.encoder_learning_rate)
 
     def epoch(models, key):
         key_future, key_order = jax.random.split(key)
@@ -617,18 +602,18 @@ def update(args, env, state, rollout, key):
             agent, model = models
             obs = flat(states)[rows]
             anchor = obs if args.bonus == "etd" else jnp.concatenate([obs, flat(action)[rows]], axis=-1)
-            pairs = Pairs(anchor, flat(states)[future[rows]], (flat(left)[rows] > 0).astype(jnp.float32))
-            model, metrics = gradient_update(contrastive_loss, model, optimizer, args, pairs)
-            batch, batch_advantage = jax.tree.map(lambda x: x[rows], steps)
+            pairs = Pairs(anchor, flat(states)[future[rows]], flat(known)[rows])
+            model, metrics = gradient_update(contrastive_loss, model, encoder_adam, args, pairs)
+            batch, *of_batch = jax.tree.map(lambda x: x[rows], steps)
             batch = batch.replace(obs=obs)
-            agent, ppo_metrics = gradient_update(ppo_rows_loss, agent, optimizer, args, env, batch, batch_advantage)
+            agent, ppo_metrics = gradient_update(ppo_rows_loss, agent, adam, args, env, batch, *of_batch)
             return (agent, model), metrics | ppo_metrics
 
         return jax.lax.scan(step, models, placed(order.reshape(-1, args.batch_size), None, "envs"))
 
     models = (state.agent, state.model)
     (agent, model), metrics = jax.lax.scan(epoch, models, jax.random.split(key_epochs, args.update_epochs))
-    metrics = jax.tree.map(jnp.mean, metrics) | {"reward_mean": jnp.mean(reward), "reward_std": jnp.std(reward)}
+    metrics = jax.tree.map(jnp.mean, metrics) | {"reward_mean": now[0], "reward_std": jnp.sqrt(now[1])}
     metrics |= {"memory_overflow": memory.overflow} if memory else {}
     return state.replace(memory=memory, reward_moments=moments, agent=agent, model=model), metrics
 
@@ -640,20 +625,20 @@ def train_iteration(args, env, state):
     state = state.replace(key=key, iteration=state.iteration + 1)
 
     # play `num_steps` steps in every environment
-    state, rollout, frames = collect(args, env, state, key_collect)
+    state, rollout, collect_metrics, frames = collect(args, env, state, key_collect)
 
     # learn from the rollout
     state, metrics = update(args, env, state, rollout, key_update)
+    metrics |= collect_metrics
     metrics["parameter_norm"] = optax.global_norm((state.model.params, state.agent.params))
-    metrics |= coverage_metrics(state.success) if env.grid_shape else episode_metrics(state.success)
-    return split_over_devices(state), metrics, placed(frames) if env.grid_shape else None
+    return split_over_devices(state), metrics, placed(frames) if env.position_size else None
 
 
 # ----------------------------------------------------------------------------------------------- initial state
-def make_worlds(args, env, key, number):
-    """env.reset for so many new episodes: all at once would take much memory."""
-    at_once = args.worlds_at_once or (8 if jax.default_backend() == "cpu" else 1024)
-    return map_in_pieces(env.reset, jax.random.split(key, number), at_once)
+def make_worlds(env, key, number):
+    """env.reset for so many new episodes, all together and each device its share: Craftax takes 0.4 MB a world, so that
+    the 4,096 worlds of a rollout at the paper's sizes take 1.6 GB of working memory."""
+    return jax.vmap(env.reset)(placed(jax.random.split(key, number), "envs"))
 
 
 def init_memory(args, env):
@@ -676,18 +661,17 @@ def init_state(args, env):
         phi = encoder.init(key_phi, jnp.zeros(env.state_size + actions.size))
         params = {"phi": phi, "psi": encoder.init(key_psi, obs), "log_tau": jnp.zeros(())}
     # stagger the first episodes: where only the clock ends them, a rollout then has steps of every age
-    episode_step = jax.random.randint(key_step, (args.num_envs,), 0, args.episode_length if env.grid_shape else 1)
-    optimizer = clipped_adam(args, args.learning_rate)
+    episode_step = jax.random.randint(key_step, (args.num_envs,), 0, args.episode_length if env.position_size else 1)
     return TrainState(
         key=key,
         iteration=jnp.int32(0),
-        env=make_worlds(args, env, key_env, args.num_envs),
+        env=make_worlds(env, key_env, args.num_envs),
         episode_step=episode_step,
-        success=init_coverage(env) if env.grid_shape else init_episodes(args),
+        success=init_coverage(env) if env.position_size else init_episodes(args),
         memory=init_memory(args, env) if args.bonus == "etd" else None,
         reward_moments=jnp.zeros(2),
-        agent=init_model(optimizer, agent),
-        model=init_model(optimizer, params),
+        agent=init_model(clipped_adam(args, args.learning_rate), agent),
+        model=init_model(clipped_adam(args, args.encoder_learning_rate), params),
     )
 
 
@@ -696,16 +680,18 @@ def init_state(args, env):
 
 
 # ----------------------------------------------------------------------------------------------------- devices
-PER_ENV = ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")  # fields of TrainState, (N, ...)
+# the axes by which fields of TrainState are split over the devices
+SPLIT = {name: ("envs",) for name in ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")} | {
+    "replay": (None, "envs")
+}
 
 
 def join_processes():
-    """Processes that srun or mpirun has started together, on one machine or several, share a run. The first one prints
-    and writes; the others keep their copies of a run's files to themselves."""
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 or int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        jax.distributed.initialize()
-        if jax.process_index() > 0:
-            sys.stdout = open(os.devnull, "w")
+    """Processes that srun or mpirun has started together, on one machine or several, share a run. Only the first one
+    prints and writes."""
+    jax.distributed.initialize()
+    if jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w")
 
 
 def from_all_processes(tree):
@@ -732,8 +718,7 @@ def placed(tree, *axes):
 
 def split_over_devices(state):
     """Environments and replay are split over the devices; everything else is copied to all of them."""
-    axes = {name: ("envs",) for name in PER_ENV} | {"replay": (None, "envs")}
-    return state.replace(**{name: placed(field, *axes.get(name, ())) for name, field in vars(state).items()})
+    return state.replace(**{name: placed(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
 
 
 def map_in_pieces(function, tree, size):
@@ -748,34 +733,82 @@ def map_in_pieces(function, tree, size):
 
 # ----------------------------------------------------------------------------------- coverage and achievements
 BIN = 0.5  # metres; coverage is the number of bins of this size that were visited
+NEVER = np.int32(2**31 - 1)
 
 
 @flax.struct.dataclass
 class Coverage:
-    visited: jax.Array  # (bins,) bool
-    outside: jax.Array  # () visits outside the grid
+    """When each bin was first visited. A 2-D maze has a slot for each bin of its grid. In 3-D, where a humanoid climbs
+    over the wall and a cube is flung far away, a slot belongs to the first bin that is hashed to it."""
+
+    first_visit: jax.Array  # (slots,) environment step of the first visit; NEVER if there was none
+    place: jax.Array  # (slots, position_size) floor(position / BIN) of the slot's bin; NEVER if the slot is free
+
+
+@flax.struct.dataclass
+class Reached:
+    """What the steps of a rollout reached, before any reset."""
+
+    position: jax.Array  # (T, N, position_size)
+    episode_length: jax.Array  # (T, N) of the episode that ended with the step; 0 if none did
 
 
 def init_coverage(env):
-    return Coverage(jnp.zeros(np.prod(env.grid_shape), bool), jnp.int32(0))
+    if env.position_size == 2:
+        place = env.grid_low + jnp.indices(env.grid_shape, jnp.int32).reshape(2, -1).T
+    else:
+        place = jnp.full((2**20, env.position_size), NEVER)
+    return Coverage(jnp.full(len(place), NEVER), place)
 
 
-def bin_index(env, obs):
-    """Flat index of the bin that each state (..., state_size) is in; one past the last bin if outside the grid."""
-    index = jnp.floor((obs[..., : env.position_size] - env.low) / BIN)
-    inside = jnp.all((index >= 0) & (index < np.array(env.grid_shape)), axis=-1)
-    strides = np.cumprod((1, *env.grid_shape[:0:-1]))[::-1]
-    return jnp.where(inside, jnp.sum(index.astype(jnp.int32) * strides, axis=-1), np.prod(env.grid_shape))
+def bin_place(position):
+    """floor(position / BIN), (..., position_size) int32; NEVER if the position is not finite."""
+    finite = jnp.all(jnp.isfinite(position), axis=-1, keepdims=True)
+    return jnp.where(finite, jnp.clip(jnp.floor(position / BIN), -(2**30), 2**30).astype(jnp.int32), NEVER)
 
 
-def mark_visited(coverage, index):
-    """The index one past the last bin, outside the grid, is dropped from the bins and counted."""
-    visited = coverage.visited.at[index].set(True)
-    return Coverage(visited, coverage.outside + jnp.sum(index == len(visited)))
+def bin_slot(env, place, attempt=0):
+    """Where to look for bins (..., position_size): (...) in the grid, or in the hash table, at the next slot in each
+    attempt."""
+    if env.position_size == 2:
+        return jnp.ravel_multi_index(tuple(jnp.moveaxis(place - env.grid_low, -1, 0)), env.grid_shape, mode="clip")
+    x = jnp.uint32(0)
+    for axis in range(env.position_size):  # MurmurHash3's mixing, a coordinate at a time
+        x = (x ^ place[..., axis].astype(jnp.uint32)) * jnp.uint32(0x85EBCA6B)
+        x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+        x = x ^ (x >> 16)
+    return ((x + attempt) % 2**20).astype(jnp.int32)
+
+
+def mark_visited(args, env, coverage, iteration, position):
+    """Add the positions (T, N, position_size) of an iteration's steps. A bin that finds none of its eight slots free is
+    not counted: less than 1 in 10,000 of 135,000 bins."""
+    steps = ((iteration - 1) * len(position) + 1 + jnp.arange(len(position))) * args.num_envs
+    steps = jnp.broadcast_to(steps[:, None], position.shape[:2]).ravel()
+    place = bin_place(position).reshape(-1, env.position_size)
+    number = jnp.arange(len(place))
+    missing = place[:, 0] != NEVER  # not yet in the table
+    first_visit = coverage.first_visit
+    table = coverage.place
+    for attempt in range(1 if env.position_size == 2 else 8):
+        slot = bin_slot(env, place, attempt)
+        free = missing & (table[slot, 0] == NEVER)
+        wanted = jnp.where(free, slot, len(table))  # one past the end: dropped
+        owner = jnp.full(len(table), len(place)).at[wanted].min(number)[slot]  # the first of the bins that want a slot
+        table = table.at[wanted].set(place[owner])
+        found = missing & jnp.all(table[slot] == place, axis=-1)
+        first_visit = first_visit.at[jnp.where(found, slot, len(table))].min(steps)
+        missing &= ~found
+    return Coverage(first_visit, table)
 
 
 def coverage_metrics(coverage):
-    return {"coverage": jnp.sum(coverage.visited), "outside": coverage.outside}
+    return {"coverage": jnp.sum(coverage.first_visit < NEVER)}
+
+
+def mean_episode_length(reached):
+    """Of the episodes that ended; nan if none did."""
+    return jnp.sum(reached.episode_length) / jnp.sum(reached.episode_length > 0)
 
 
 ACHIEVEMENTS = """collect_wood place_table eat_cow collect_sapling collect_drink make_wood_pickaxe make_wood_sword
@@ -855,7 +888,7 @@ class EnvState:
 
 
 class Maze:
-    """What all mazes share: cells, the bounds of the coverage grid, outlines for the pictures."""
+    """What all mazes share: cells, the grid of coverage's bins, outlines for the pictures."""
 
     def __init__(self, maze):
         cells = np.array([list(row) for row in MAZES[maze].split()])
@@ -864,9 +897,8 @@ class Maze:
         self.start = np.argwhere(cells == "r")[0] * self.cell
         self.walls = np.argwhere(cells == "1") * self.cell  # (walls, 2) centres
         self.free = np.argwhere(cells == "0") * self.cell
-        self.low = np.array([-half, -half, 0.0])[: self.position_size]
-        self.high = np.array([*(np.array(cells.shape) - 0.5) * self.cell, 2.5])[: self.position_size]
-        self.grid_shape = tuple(np.round((self.high - self.low) / BIN).astype(int))  # bins along each axis
+        self.grid_low = np.round([-half / BIN] * 2).astype(np.int32)  # the bin of the corner, and bins along x and y
+        self.grid_shape = tuple(np.round(np.array(cells.shape) * self.cell / BIN).astype(int))
         self.outlines = [(x - half, y - half, self.cell, self.cell) for x, y in self.walls]
         bins_per_cell = round(self.cell / BIN) ** 2
         self.free_bins = (len(self.free) + 1) * bins_per_cell if self.position_size == 2 else None  # unknown in 3-D
@@ -1067,9 +1099,8 @@ class ArmBinpick:
     position_size = 3
     free_bins = None  # unknown in 3-D
     start = np.array([-0.3, 0.6])
-    low = np.array([-8.0, -8.0, -1.0])
-    high = np.array([8.0, 8.0, 4.0])
-    grid_shape = (32, 32, 10)
+    grid_low = np.array([-2, 0], np.int32)  # the bin of the pictures' corner, and bins along x and y
+    grid_shape = (4, 3)
     default_q = np.array([1.571, 0.742, 0, -1.571, 0, 3.054, 1.449, 0.04, 0.04])
     sides = np.array([(-195, -195, 390, 10), (-195, 185, 390, 10), (185, -185, 10, 370), (-195, -185, 10, 370)]) / 1000
     outlines = [*(sides + (-0.3, 0.6, 0, 0)), *(sides + (0.3, 0.6, 0, 0))]  # of the blue and the red bin
@@ -1114,48 +1145,8 @@ class ArmBinpick:
             <actuator>{motors}</actuator></mujoco>"""))  # fmt: skip
         self.scene = self.sys  # for the viewer
 
-    def forward(self, data):
-        """mjx.forward with our own kinematics: XLA on a CPU would compute each link's pose again for everything that
-        hangs on it, which takes 30 times longer than all the rest. The barriers forbid that."""
-        model = self.sys
-        rotate = brax.math.rotate
-        multiply = brax.math.quat_mul
-        matrix = brax.math.quat_to_3x3
-        cube = data.qpos[3:7] / jnp.linalg.norm(data.qpos[3:7])
-        positions = [jnp.zeros(3), data.qpos[:3]]  # world, cube
-        rotations = [jnp.array([1.0, 0.0, 0.0, 0.0]), cube]
-        for i, parent in enumerate(model.body_parentid[2:], 2):  # seven hinges about z, two slides along y
-            x = positions[parent] + rotate(model.body_pos[i], rotations[parent])
-            turn = multiply(rotations[parent], model.body_quat[i])
-            q = data.qpos[i + 5]
-            if i < 9:
-                turn = multiply(turn, jnp.stack([jnp.cos(q / 2), 0.0, 0.0, jnp.sin(q / 2)]))
-            else:
-                x = x + q * rotate(jnp.array([0.0, 1.0, 0.0]), turn)
-            x, turn = jax.lax.optimization_barrier((x, turn))
-            positions.append(x)
-            rotations.append(turn)
-        xpos = jnp.stack(positions)
-        xquat = jnp.stack(rotations)
-        xmat = jax.vmap(matrix)(xquat)
-
-        @jax.vmap
-        def place(x, turn, local_x, local_turn):
-            return x + rotate(local_x, turn), matrix(multiply(turn, local_turn))
-
-        xipos, ximat = place(xpos, xquat, model.body_ipos, model.body_iquat)
-        geom = model.geom_bodyid
-        geom_xpos, geom_xmat = place(xpos[geom], xquat[geom], model.geom_pos, model.geom_quat)
-        xaxis = jnp.concatenate([jnp.array([[0.0, 0.0, 1.0]]), xmat[2:9, :, 2], xmat[9:, :, 1]])
-        data = data.replace(qpos=data.qpos.at[3:7].set(cube), xpos=xpos, xquat=xquat, xmat=xmat, xanchor=xpos[1:])
-        data = data.replace(xaxis=xaxis, xipos=xipos, ximat=ximat, geom_xpos=geom_xpos, geom_xmat=geom_xmat)
-        for stage in (mjx.com_pos, mjx.crb, mjx.factor_m, mjx.collision, mjx.make_constraint, mjx.transmission,
-                      mjx.fwd_velocity, mjx.fwd_actuation, mjx.fwd_acceleration, mjx.solve):  # fmt: skip
-            data = stage(model, data)
-        return data
-
     def from_q(self, q, qd):
-        return self.state(self.forward(mjx.make_data(self.sys).replace(qpos=q, qvel=qd)))
+        return self.state(mjx.forward(self.sys, mjx.make_data(self.sys).replace(qpos=q, qvel=qd)))
 
     def reset(self, key):
         cube = self.start + jax.random.uniform(key, (2,), minval=-0.15, maxval=0.15)
@@ -1168,7 +1159,7 @@ class ArmBinpick:
         j1, j2, j4, j6 = low + (action[:4] + 1) / 2 * (high - low)
         grip = jnp.where(action[4] > 0, 0.0, 255.0)
         data = state.physics.replace(ctrl=jnp.stack([j1, j2, 0.0, j4, 0.0, j6, 1.4487, grip, grip]))
-        return self.state(jax.lax.fori_loop(0, 25, lambda _, data: mjx.implicit(self.sys, self.forward(data)), data))
+        return self.state(jax.lax.fori_loop(0, 25, lambda _, data: mjx.step(self.sys, data), data))
 
     def state(self, data):
         hand = 8  # bodies
@@ -1192,7 +1183,7 @@ class Craftax:
 
     state_size = 1345
     num_actions = 17
-    grid_shape = None  # no coverage
+    position_size = 0  # no coverage
 
     def __init__(self):
         from craftax.craftax_env import make_craftax_env_from_name  # here, because it starts the device
@@ -1231,7 +1222,7 @@ def make_any_env(name):
 
 
 # ----------------------------------------------------------------------------------- run folder and checkpoint
-METRICS = """iteration steps seconds steps_per_second coverage outside achievements crafter_score episodes
+METRICS = """iteration steps seconds steps_per_second coverage achievements crafter_score episodes
     episode_length reward_mean reward_std memory_overflow contrastive_loss accuracy logits_positive logits_negative
     tau phi_variance psi_variance policy_loss value_loss value_mean entropy kl clipped
     parameter_norm""".split()  # the columns of metrics.csv
@@ -1252,7 +1243,10 @@ def clock(seconds):
 
 
 def write_atomically(path, write):
-    """write(file) into a temporary file, which then takes the place of path: a kill or a full disk loses nothing."""
+    """write(file) into a temporary file, which then takes the place of path: a kill or a full disk loses nothing. The
+    first process writes for all."""
+    if jax.process_index() > 0:
+        return
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -1317,12 +1311,14 @@ def nbytes(tree):
 
 
 def check_memory(args, template):
-    """One line and exit code 2, before anything is allocated, if the state of the run does not fit the device."""
+    """One line and exit code 2, before anything is allocated, if a device's share of the state does not fit it."""
     device = jax.local_devices()[0]
     limits = device.memory_stats() or {}  # a CPU has none
     there = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    if nbytes(template) > there:
-        sizes = f"the run's state needs {nbytes(template) / 1e9:,.1f} GB, the device ({device.platform}) has"
+    split = sum(nbytes(getattr(template, name, ())) for name in SPLIT)
+    share = nbytes(template) - split + split // jax.device_count()
+    if share > there:
+        sizes = f"the run's state needs {share / 1e9:,.1f} GB, the device ({device.platform}) has"
         fail(f"{sizes} {there / 1e9:,.1f} GB: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
 
 
@@ -1332,24 +1328,19 @@ def start_run(args, init, template, buffers):
     check_memory(args, template)
     state = None
     rows = []
+    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(args.resume or Path(args.run_dir) / name)
     if args.resume:
-        folder = Path(args.resume)
         state = load_checkpoint(folder / "checkpoint.npz", template)
         rows = read_metrics(folder / "metrics.csv", int(state.iteration))
         if state.iteration >= args.num_iterations:
             fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    if jax.process_index() > 0:
-        import tempfile
-
-        folder = Path(tempfile.mkdtemp())
-    elif not args.resume:
-        name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = Path(args.run_dir) / name
+    elif jax.process_index() == 0:
         try:
             folder.mkdir(parents=True)
         except OSError as error:
             fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
-    config = json.dumps(dataclasses.asdict(args) | {"resume": ""}, indent=1)
+    config = json.dumps(dataclasses.asdict(args) | {"resume": "", "distributed": False}, indent=1)
     write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
     write_metrics(folder / "metrics.csv", rows)
 
@@ -1375,12 +1366,13 @@ def compile_iteration(args, env, state):
 
 def finite_metrics(args, folder, iteration, metrics):
     """The metrics as numbers. One that is not finite ends the run; but before the first update, and while the
-    parameters are finite, nan means: no value yet."""
+    parameters are finite, nan means: no value yet. There is no episode length while no episode ends."""
     values = {name: float(metrics[name]) for name in METRICS if name in metrics}
     missing = [name for name, x in values.items() if not math.isfinite(x)]
     waiting = iteration < args.first_update and math.isfinite(values.get("parameter_norm", 0.0))
     for name in missing:
-        if not waiting or not math.isnan(values[name]):
+        no_value = waiting or name == "episode_length"
+        if not no_value or not math.isnan(values[name]):
             words = f"iteration {iteration}: {name} is {values[name]}"
             fail(f"{words}; the last good checkpoint, if any, is kept in {folder}", code=1)
     return {name: x for name, x in values.items() if name not in missing}
@@ -1403,7 +1395,8 @@ def show_progress(args, bar, row):
 def iterations(args, folder, state, seconds, iterate):
     """Yield (state, row of metrics, whatever else iterate returns) after each iteration. Writes metrics.csv, shows the
     progress, and saves checkpoints when the caller is done with the iteration. Stops at Ctrl-C and SIGTERM."""
-    if args.track:
+    track = args.track and jax.process_index() == 0
+    if track:
         import wandb
 
         wandb.init(project="ctec", id=folder.name, resume="allow", config=dataclasses.asdict(args), dir=folder)
@@ -1413,7 +1406,7 @@ def iterations(args, folder, state, seconds, iterate):
     first = int(state.iteration) + 1
     layout = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
     bar = tqdm(total=args.num_iterations, initial=first - 1, bar_format=layout, disable=None)  # None: if no terminal
-    log = open(folder / "metrics.csv", "a", newline="")
+    log = open(folder / "metrics.csv" if jax.process_index() == 0 else os.devnull, "a", newline="")
     writer = csv.DictWriter(log, METRICS, lineterminator="\n")
     recent = collections.deque(maxlen=20)  # seconds of the latest iterations, without those before the first update
     saved = time.time()
@@ -1434,7 +1427,7 @@ def iterations(args, folder, state, seconds, iterate):
             row |= {"seconds": round(seconds, 1), "steps_per_second": round(rate, 1)} | values
             writer.writerow(row)
             log.flush()
-            if args.track:
+            if track:
                 wandb.log(row, step=row["steps"])
             show_progress(args, bar, row)
             yield state, row, *more
@@ -1459,7 +1452,7 @@ def iterations(args, folder, state, seconds, iterate):
         log.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if args.track:
+        if track:
             wandb.finish()
 
 
@@ -1469,44 +1462,57 @@ def picture_iterations(args):
     return {round(k * args.num_iterations / 5) for k in range(1, 6)}
 
 
-def draw_places(axes, env, title, values=None, **style):
-    """Walls, start, and the (x, y) values if there are any."""
+def draw_places(axes, env, title, place=(), values=(), **style):
+    """Walls, start, and the values (n,) of the bins at place (n, 2) that are within 200 m of the start."""
+    place = np.reshape(place, (-1, 2)).astype(int)
     for x, y, width, height in env.outlines:
         axes.fill([x, x + width, x + width, x], [y, y, y + height, y + height], color="0.4")
     axes.plot(*env.start, "o", color="red")
     axes.set(title=title, xlabel="x (m)", ylabel="y (m)", aspect="equal")
-    if values is not None:
-        extent = (env.low[0], env.high[0], env.low[1], env.high[1])
-        return axes.imshow(values.T, origin="lower", extent=extent, **style)
+    near = np.all(np.abs(place * BIN - env.start) < 200, axis=-1)
+    corners = np.vstack([place[near], env.grid_low, env.grid_low + env.grid_shape - 1])
+    low = corners.min(axis=0)
+    high = corners.max(axis=0) + 1
+    image = np.full(high - low, np.nan)
+    image[tuple((place[near] - low).T)] = np.asarray(values)[near]
+    extent = BIN * np.array([low[0], high[0], low[1], high[1]])
+    return axes.imshow(image.T, origin="lower", extent=extent, **style)
 
 
 def of_bins(env):
     return f" of {env.free_bins:,}" if env.free_bins else ""
 
 
-def save_coverage(args, env, folder, visited, steps, frames):
+def save_coverage(args, env, folder, coverage, steps, frames):
     """coverage.png and .npz, and the last steps: rollout.html (Brax's viewer) or rollout.png (of 16 points)."""
     from matplotlib.figure import Figure
 
-    visited = np.asarray(visited).reshape(env.grid_shape)
-    write_atomically(folder / "coverage.npz", lambda file: np.savez(file, visited=visited, low=env.low, high=env.high))
+    coverage = jax.device_get(coverage)
+    visited = np.flatnonzero(coverage.first_visit < NEVER)
+    visited = visited[np.argsort(coverage.first_visit[visited], kind="stable")]
+    first_visit = coverage.first_visit[visited]
+    place = coverage.place[visited]
+    write_atomically(folder / "coverage.npz", lambda file: np.savez(file, first_visit=first_visit, place=place))
     figure = Figure((7, 6), layout="constrained")
-    flat = visited.reshape(*env.grid_shape[:2], -1).any(axis=-1)
-    title = f"{args.env}: {visited.sum():,}{of_bins(env)} bins in {steps:,} steps"
-    draw_places(figure.add_subplot(), env, title, np.where(flat, 0.6, np.nan), cmap="Blues", vmin=0, vmax=1)
-    figure.savefig(folder / "coverage.png", dpi=100)
+    axes = figure.add_subplot()
+    title = f"{args.env}: {len(visited):,}{of_bins(env)} bins in {steps:,} steps"
+    late_to_early = (place[::-1, :2], first_visit[::-1])  # from above one sees the bin that was reached first
+    image = draw_places(axes, env, title, *late_to_early, cmap="viridis_r", vmin=0, vmax=steps)
+    figure.colorbar(image, ax=axes, shrink=0.7, label="environment step of the first visit")
+    write_atomically(folder / "coverage.png", lambda file: figure.savefig(file, dpi=100))
 
     frames = jax.tree.map(lambda *x: np.concatenate(x)[-args.episode_length :], *frames)
     if hasattr(env, "scene"):
         poses = [jax.tree.map(lambda x, t=t: x[t], frames) for t in range(len(frames.pos))]
         states = [base.State(q=None, qd=None, x=x, xd=None, contact=None) for x in poses]
-        (folder / "rollout.html").write_text(html.render(env.scene, states))
+        viewer = html.render(env.scene, states)
+        write_atomically(folder / "rollout.html", lambda file: file.write(viewer.encode()))
     else:
         figure = Figure((7, 6), layout="constrained")
         axes = figure.add_subplot()
         draw_places(axes, env, f"{args.env}: the last {len(frames)} steps of {frames.shape[1]} points")
         axes.plot(*frames.transpose(2, 0, 1), ".", markersize=1)
-        figure.savefig(folder / "rollout.png", dpi=100)
+        write_atomically(folder / "rollout.png", lambda file: figure.savefig(file, dpi=100))
 
 
 def save_bars(folder, title, bars):
@@ -1527,7 +1533,7 @@ def save_bars(folder, title, bars):
     axes.set_xlabel("episodes that unlocked it (%)")
     axes.invert_yaxis()
     axes.legend(loc="lower right")
-    figure.savefig(folder / "achievements.png", dpi=100)
+    write_atomically(folder / "achievements.png", lambda file: figure.savefig(file, dpi=100))
 
 
 # -------------------------------------------------------------------------------------------------------- main
@@ -1548,9 +1554,10 @@ def parse_args(argv=None):
 
 
 MAY_BE_ZERO = ("seed", "checkpoint_minutes", "logsumexp_penalty", "noise", "forward_coef", "entropy_coef", "value_coef",
-               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum")  # fmt: skip
-AT_MOST_ONE = ("target_rate", "gae_lambda", "forward_weight")
-BELOW_ONE = ("gamma", "gamma_cl", "reward_momentum")
+               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum",
+               "gae_lambda", "slip", "epsilon", "first_offset")  # fmt: skip
+AT_MOST_ONE = ("gamma", "target_rate", "gae_lambda", "forward_weight")
+BELOW_ONE = ("gamma_cl", "reward_momentum")
 
 
 def check_numbers(args):
@@ -1588,8 +1595,8 @@ def check_etd_args(args):
 
 def finish_etd(env, folder, row):
     """The last lines of a run, and what main returns."""
-    pictures = sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".html"))
-    if env.grid_shape:
+    pictures = sorted(path.name for path in folder.glob("*") if path.suffix in (".png", ".html"))
+    if env.position_size:
         result = f"coverage {row['coverage']:,.0f}{of_bins(env)} bins"
     else:
         result = f"achievements {row['achievements']:.2f} an episode"
@@ -1601,19 +1608,22 @@ def finish_etd(env, folder, row):
 
 def main(args):
     """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
+    if args.distributed:
+        join_processes()
     check_etd_args(args)
     env = make_any_env(args.env)
     init = functools.partial(init_state, args, env)
     template = jax.eval_shape(init)
-    rollout_size = 4e-6 * args.steps_per_iteration * env.state_size
+    numbers = env.state_size + action_distribution(env).size + 4  # log-probability, value, done, final value
+    rollout_size = 4e-6 * args.steps_per_iteration * numbers
     buffers = f"rollout {rollout_size:,.1f} MB, episodic memory {nbytes(template.memory) / 1e6:,.1f} MB"
     folder, state, seconds = start_run(args, init, template, buffers)
     frames = collections.deque(maxlen=math.ceil(args.episode_length / args.num_steps))
     iterate = compile_iteration(args, env, state)
     for state, row, frame in iterations(args, folder, state, seconds, iterate):
         frames.append(jax.device_get(frame))
-        if row["iteration"] in picture_iterations(args) and env.grid_shape:
-            save_coverage(args, env, folder, state.success.visited, row["steps"], frames)
+        if row["iteration"] in picture_iterations(args) and env.position_size:
+            save_coverage(args, env, folder, state.success, row["steps"], frames)
         elif row["iteration"] in picture_iterations(args):
             title = f"{args.bonus} ({Path(__file__).stem}), seed {args.seed}, {row['steps']:,} steps"
             save_bars(folder, title, {"this policy": achievement_rates(state.success)})
@@ -1621,10 +1631,11 @@ def main(args):
 
 
 if __name__ == "__main__":
-    join_processes()
     try:
         main(parse_args())
-    except (OSError, MemoryError) as error:  # a full disk, as a rule
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
         fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
     except KeyboardInterrupt:
-        fail("stopped before the first iteration", code=130)
+        fail("stopped by Ctrl-C", code=130)

@@ -24,9 +24,9 @@ Everything but the bonus is the code of ctec_ppo_rnn_craftax.py. Metrics, implem
 docs/rnd_ppo_craftax.md
 """
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
-#   "jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "craftax==1.6.1", "numpy==2.4.6", "tyro==1.0.16", "tqdm==4.70.1",
+#   "jax==0.10.1", "flax==0.12.8", "optax==0.2.8", "craftax==1.6.1", "numpy==2.4.6", "tyro==1.0.16", "tqdm==4.70.1",
 #   "matplotlib==3.11.2", "pillow==13.0.0", "wandb==0.31.0",
 # ]
 # ///
@@ -34,6 +34,7 @@ docs/rnd_ppo_craftax.md
 import collections
 import csv
 import dataclasses
+import errno
 import functools
 import io
 import json
@@ -58,74 +59,45 @@ from tqdm import tqdm
 # --------------------------------------------------------------------------------------------------- arguments
 @dataclasses.dataclass(frozen=True)
 class Args:
-    env: Literal["craftax_classic"] = "craftax_classic"
-    """environment: Craftax-Classic-Symbolic-v1"""
+    env: Literal["craftax_classic"] = "craftax_classic"  # environment: Craftax-Classic-Symbolic-v1
+    # paper: the published sizes. laptop: the same algorithm in minutes on a CPU. Explicit flags win over it
     preset: Literal["paper", "laptop"] = "paper"
-    """paper: the published sizes. laptop: the same algorithm in minutes on a CPU. Explicit flags win over it"""
-    seed: int = 1
-    """seed of everything random"""
-    total_timesteps: int = 1_000_000_000
-    """environment steps, all environments together (paper Table 5)"""
-    resume: str = ""
-    """folder of an earlier run: go on from its checkpoint, with its arguments"""
-    run_dir: str = "runs"
-    """where the folder of the run is made"""
-    checkpoint_minutes: float = 10.0
-    """minutes between checkpoints; there is always one at the end, at Ctrl-C and at SIGTERM"""
-    track: bool = False
-    """send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)"""
-    video_steps: int = 500
-    """longest rollout.gif, in steps of an episode of the final policy; 0: none"""
-    episode_window: int = 1024
-    """number of latest finished episodes over which the achievement rates are taken"""
+    seed: int = 1  # seed of everything random
+    total_timesteps: int = 1_000_000_000  # environment steps, all environments together (paper Table 5)
+    resume: str = ""  # folder of an earlier run: go on from its checkpoint, with its arguments
+    run_dir: str = "runs"  # where the folder of the run is made
+    checkpoint_minutes: float = 10.0  # minutes between checkpoints; always one at the end, at Ctrl-C and at SIGTERM
+    track: bool = False  # send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)
+    distributed: bool = False  # all processes that srun or mpirun has started together share this run
+    video_steps: int = 500  # longest rollout.gif, in steps of an episode of the final policy; 0: none
+    episode_window: int = 1024  # number of latest finished episodes over which the achievement rates are taken
+    # first iterations, played by the untrained, nearly uniform policy: the bonus's model learns, the policy waits
     random_iterations: int = 16
-    """first iterations, played by the untrained, uniform policy: the bonus's model learns, the policy waits"""
 
-    num_envs: int = 1024
-    """parallel environments (Craftax baselines)"""
-    num_steps: int = 64
-    """steps in each environment before the update of an iteration (paper Table 5)"""
+    num_envs: int = 1024  # parallel environments (Craftax baselines)
+    num_steps: int = 64  # steps in each environment before the update of an iteration (paper Table 5)
+    # optimistic resets: one new world is made for this many environment steps (Craftax baselines)
     reset_ratio: int = 16
-    """optimistic resets: one new world is made for this many environment steps (Craftax baselines)"""
-    worlds_at_once: int | None = None
-    """new worlds that are made at the same time (default: 1024; 8 on a CPU, where XLA makes copies of the first 8)"""
+    # minibatches of an epoch of PPO, each of some environments' whole sequences (Craftax baselines)
     num_minibatches: int = 8
-    """minibatches of an epoch of PPO, each of some environments' whole sequences (Craftax baselines)"""
-    update_epochs: int = 4
-    """passes of PPO over a rollout (paper Table 5)"""
-    learning_rate: float = 2e-4
-    """Adam step size of PPO, annealed linearly to 0 (paper Table 5)"""
-    adam_eps: float = 1e-5
-    """epsilon of Adam, PPO and the bonus's model (Craftax baselines)"""
-    max_grad_norm: float = 1.0
-    """global-norm gradient clipping, PPO and the bonus's model (paper Table 5)"""
-    agent_width: int = 512
-    """width of the embedding, the GRU and the two hidden layers of each head (paper Table 5)"""
-    gamma: float = 0.99
-    """discount of PPO (paper Table 5)"""
-    gae_lambda: float = 0.8
-    """lambda of generalised advantage estimation (paper Table 5)"""
-    clip: float = 0.2
-    """PPO's clipping of the probability ratio (paper Table 5)"""
-    entropy_coef: float = 0.01
-    """weight of the entropy bonus (paper Table 5)"""
-    value_coef: float = 0.5
-    """weight of the value loss (Craftax baselines)"""
-    task_reward_coef: float = 0.0
-    """weight of the game's own reward (the paper has none)"""
-    intrinsic_coef: float = 1.0
-    """weight of the intrinsic reward; 0 leaves plain PPO, without the bonus's model"""
+    update_epochs: int = 4  # passes of PPO over a rollout (paper Table 5)
+    learning_rate: float = 2e-4  # Adam step size of PPO, annealed linearly to 0 (paper Table 5)
+    adam_eps: float = 1e-5  # epsilon of Adam, PPO and the bonus's model (Craftax baselines)
+    max_grad_norm: float = 1.0  # global-norm gradient clipping, PPO and the bonus's model (paper Table 5)
+    agent_width: int = 512  # width of the embedding, the GRU and the two hidden layers of each head (paper Table 5)
+    gamma: float = 0.99  # discount of PPO (paper Table 5)
+    gae_lambda: float = 0.8  # lambda of generalised advantage estimation (paper Table 5)
+    clip: float = 0.2  # PPO's clipping of the probability ratio (paper Table 5)
+    entropy_coef: float = 0.01  # weight of the entropy bonus (paper Table 5)
+    value_coef: float = 0.5  # weight of the value loss (Craftax baselines)
+    task_reward_coef: float = 0.0  # weight of the game's own reward (the paper has none)
+    intrinsic_coef: float = 1.0  # weight of the intrinsic reward; 0 leaves plain PPO, without the bonus's model
 
-    rnd_width: int = 256
-    """width of the two hidden layers of predictor and target (paper Tables 4 and 7)"""
-    feature_dim: int = 512
-    """number of features (paper Tables 4 and 7)"""
-    model_learning_rate: float = 3e-4
-    """Adam step size of the bonus's model (paper Table 7)"""
-    model_epochs: int = 4
-    """passes of the bonus's model over the transitions of a rollout (as PPO's)"""
-    model_minibatches: int = 8
-    """minibatches of such a pass (as PPO's)"""
+    rnd_width: int = 256  # width of the two hidden layers of predictor and target (paper Tables 4 and 7)
+    feature_dim: int = 512  # number of features (paper Tables 4 and 7)
+    model_learning_rate: float = 3e-4  # Adam step size of the bonus's model (paper Table 7)
+    model_epochs: int = 4  # passes of the bonus's model over the transitions of a rollout (as PPO's)
+    model_minibatches: int = 8  # minibatches of such a pass (as PPO's)
 
     @property
     def steps_per_iteration(self):
@@ -248,8 +220,9 @@ def clipped_adam(args, learning_rate):
 
 
 class RecurrentActorCritic(nn.Module):
-    """Embedding, GRU, and a head each for policy and value, for a sequence of steps. All but the product with the
-    hidden state is done for the whole sequence at once."""
+    """Embedding, GRU, and a head each for policy and value, for a sequence of steps, with the activations and initial
+    scales of the Craftax baselines. All but the product with the hidden state is done for the whole sequence at once.
+    """
 
     width: int
     num_actions: int
@@ -257,8 +230,8 @@ class RecurrentActorCritic(nn.Module):
     @nn.compact
     def __call__(self, hidden, obs, first):
         """Returns the last hidden state (B, width), log-probabilities (T, B, actions) and values (T, B)."""
-        dense = lambda size, scale=2**0.5: nn.Dense(size, kernel_init=nn.initializers.orthogonal(scale))
-        gates = dense(3 * self.width, 1.0)(nn.tanh(dense(self.width)(obs)))
+        dense = lambda size, scale: nn.Dense(size, kernel_init=nn.initializers.orthogonal(scale))
+        gates = nn.Dense(3 * self.width)(nn.relu(dense(self.width, 2**0.5)(obs)))  # lecun_normal, as flax's GRUCell
         orthogonal = jax.vmap(lambda key: nn.initializers.orthogonal()(key, (self.width, self.width)))
         recurrent = self.param("recurrent", lambda key: orthogonal(jax.random.split(key, 3)))  # reset, update, new
         bias = self.param("bias", nn.initializers.zeros, (self.width,))
@@ -274,9 +247,10 @@ class RecurrentActorCritic(nn.Module):
             return hidden, hidden
 
         hidden, x = jax.lax.scan(step, hidden, (gates, first))
-        head = lambda size, scale: dense(size, scale)(nn.tanh(dense(self.width)(nn.tanh(dense(self.width)(x)))))
-        logits = head(self.num_actions, 0.0)  # scale 0: the first policy is uniform
-        return hidden, jax.nn.log_softmax(logits), head(1, 1.0)[..., 0]
+        hidden_layer = lambda x: nn.relu(dense(self.width, 2.0)(x))
+        logits = dense(self.num_actions, 0.01)(hidden_layer(hidden_layer(x)))  # the first policy is nearly uniform
+        value = dense(1, 1.0)(hidden_layer(hidden_layer(x)))
+        return hidden, jax.nn.log_softmax(logits), value[..., 0]
 
 
 def policy(params, args, hidden, obs, first):
@@ -486,15 +460,15 @@ def train_iteration(args, env, state):
 
 
 # ----------------------------------------------------------------------------------------------- initial state
-def make_worlds(args, env, key, number):
-    """env.reset for so many new episodes: all at once would take much memory."""
-    at_once = args.worlds_at_once or (8 if jax.default_backend() == "cpu" else 1024)
-    return map_in_pieces(env.reset, jax.random.split(key, number), at_once)
+def make_worlds(env, key, number):
+    """env.reset for so many new episodes, all together and each device its share: Craftax takes 0.4 MB a world, so that
+    the 4,096 worlds of a rollout at the paper's sizes take 1.6 GB of working memory."""
+    return jax.vmap(env.reset)(placed(jax.random.split(key, number), "envs"))
 
 
 def init_players(args, env, key, number):
     """Players in new worlds."""
-    world, obs = make_worlds(args, env, key, number)
+    world, obs = make_worlds(env, key, number)
     return Players(
         world=world,
         obs=obs,
@@ -536,16 +510,18 @@ def init_state(args, env):
 
 
 # ----------------------------------------------------------------------------------------------------- devices
-PER_ENV = ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")  # fields of TrainState, (N, ...)
+# the axes by which fields of TrainState are split over the devices
+SPLIT = {name: ("envs",) for name in ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")} | {
+    "replay": (None, "envs")
+}
 
 
 def join_processes():
-    """Processes that srun or mpirun has started together, on one machine or several, share a run. The first one prints
-    and writes; the others keep their copies of a run's files to themselves."""
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 or int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        jax.distributed.initialize()
-        if jax.process_index() > 0:
-            sys.stdout = open(os.devnull, "w")
+    """Processes that srun or mpirun has started together, on one machine or several, share a run. Only the first one
+    prints and writes."""
+    jax.distributed.initialize()
+    if jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w")
 
 
 def from_all_processes(tree):
@@ -572,18 +548,7 @@ def placed(tree, *axes):
 
 def split_over_devices(state):
     """Environments and replay are split over the devices; everything else is copied to all of them."""
-    axes = {name: ("envs",) for name in PER_ENV} | {"replay": (None, "envs")}
-    return state.replace(**{name: placed(field, *axes.get(name, ())) for name, field in vars(state).items()})
-
-
-def map_in_pieces(function, tree, size):
-    """function for each row of the arrays, for `size` rows at a time (or the largest divisor of their number that also
-    divides it). A piece has rows from all over the arrays: each device has its share of them."""
-    number = len(jax.tree.leaves(tree)[0])
-    size = math.gcd(number, size)
-    cut = lambda x: placed(x.reshape(size, -1, *x.shape[1:]).swapaxes(0, 1), None, "envs")
-    join = lambda x: x.swapaxes(0, 1).reshape(number, *x.shape[2:])
-    return jax.tree.map(join, jax.lax.map(jax.vmap(function), jax.tree.map(cut, tree)))
+    return state.replace(**{name: placed(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
 
 
 # ------------------------------------------------------------------------------------------------ achievements
@@ -695,7 +660,10 @@ def clock(seconds):
 
 
 def write_atomically(path, write):
-    """write(file) into a temporary file, which then takes the place of path: a kill or a full disk loses nothing."""
+    """write(file) into a temporary file, which then takes the place of path: a kill or a full disk loses nothing. The
+    first process writes for all."""
+    if jax.process_index() > 0:
+        return
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -760,12 +728,14 @@ def nbytes(tree):
 
 
 def check_memory(args, template):
-    """One line and exit code 2, before anything is allocated, if the state of the run does not fit the device."""
+    """One line and exit code 2, before anything is allocated, if a device's share of the state does not fit it."""
     device = jax.local_devices()[0]
     limits = device.memory_stats() or {}  # a CPU has none
     there = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    if nbytes(template) > there:
-        sizes = f"the run's state needs {nbytes(template) / 1e9:,.1f} GB, the device ({device.platform}) has"
+    split = sum(nbytes(getattr(template, name, ())) for name in SPLIT)
+    share = nbytes(template) - split + split // jax.device_count()
+    if share > there:
+        sizes = f"the run's state needs {share / 1e9:,.1f} GB, the device ({device.platform}) has"
         fail(f"{sizes} {there / 1e9:,.1f} GB: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
 
 
@@ -775,24 +745,19 @@ def start_run(args, init, template, buffers):
     check_memory(args, template)
     state = None
     rows = []
+    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(args.resume or Path(args.run_dir) / name)
     if args.resume:
-        folder = Path(args.resume)
         state = load_checkpoint(folder / "checkpoint.npz", template)
         rows = read_metrics(folder / "metrics.csv", int(state.iteration))
         if state.iteration >= args.num_iterations:
             fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    if jax.process_index() > 0:
-        import tempfile
-
-        folder = Path(tempfile.mkdtemp())
-    elif not args.resume:
-        name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = Path(args.run_dir) / name
+    elif jax.process_index() == 0:
         try:
             folder.mkdir(parents=True)
         except OSError as error:
             fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
-    config = json.dumps(dataclasses.asdict(args) | {"resume": ""}, indent=1)
+    config = json.dumps(dataclasses.asdict(args) | {"resume": "", "distributed": False}, indent=1)
     write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
     write_metrics(folder / "metrics.csv", rows)
 
@@ -818,12 +783,13 @@ def compile_iteration(args, env, state):
 
 def finite_metrics(args, folder, iteration, metrics):
     """The metrics as numbers. One that is not finite ends the run; but before the first update, and while the
-    parameters are finite, nan means: no value yet."""
+    parameters are finite, nan means: no value yet. There is no episode length while no episode ends."""
     values = {name: float(metrics[name]) for name in METRICS if name in metrics}
     missing = [name for name, x in values.items() if not math.isfinite(x)]
     waiting = iteration < args.first_update and math.isfinite(values.get("parameter_norm", 0.0))
     for name in missing:
-        if not waiting or not math.isnan(values[name]):
+        no_value = waiting or name == "episode_length"
+        if not no_value or not math.isnan(values[name]):
             words = f"iteration {iteration}: {name} is {values[name]}"
             fail(f"{words}; the last good checkpoint, if any, is kept in {folder}", code=1)
     return {name: x for name, x in values.items() if name not in missing}
@@ -846,7 +812,8 @@ def show_progress(args, bar, row):
 def iterations(args, folder, state, seconds, iterate):
     """Yield (state, row of metrics, whatever else iterate returns) after each iteration. Writes metrics.csv, shows the
     progress, and saves checkpoints when the caller is done with the iteration. Stops at Ctrl-C and SIGTERM."""
-    if args.track:
+    track = args.track and jax.process_index() == 0
+    if track:
         import wandb
 
         wandb.init(project="ctec", id=folder.name, resume="allow", config=dataclasses.asdict(args), dir=folder)
@@ -856,7 +823,7 @@ def iterations(args, folder, state, seconds, iterate):
     first = int(state.iteration) + 1
     layout = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
     bar = tqdm(total=args.num_iterations, initial=first - 1, bar_format=layout, disable=None)  # None: if no terminal
-    log = open(folder / "metrics.csv", "a", newline="")
+    log = open(folder / "metrics.csv" if jax.process_index() == 0 else os.devnull, "a", newline="")
     writer = csv.DictWriter(log, METRICS, lineterminator="\n")
     recent = collections.deque(maxlen=20)  # seconds of the latest iterations, without those before the first update
     saved = time.time()
@@ -877,7 +844,7 @@ def iterations(args, folder, state, seconds, iterate):
             row |= {"seconds": round(seconds, 1), "steps_per_second": round(rate, 1)} | values
             writer.writerow(row)
             log.flush()
-            if args.track:
+            if track:
                 wandb.log(row, step=row["steps"])
             show_progress(args, bar, row)
             yield state, row, *more
@@ -902,7 +869,7 @@ def iterations(args, folder, state, seconds, iterate):
         log.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if args.track:
+        if track:
             wandb.finish()
 
 
@@ -930,7 +897,7 @@ def save_bars(folder, title, bars):
     axes.set_xlabel("episodes that unlocked it (%)")
     axes.invert_yaxis()
     axes.legend(loc="lower right")
-    figure.savefig(folder / "achievements.png", dpi=100)
+    write_atomically(folder / "achievements.png", lambda file: figure.savefig(file, dpi=100))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -995,9 +962,10 @@ def parse_args(argv=None):
 
 
 MAY_BE_ZERO = ("seed", "checkpoint_minutes", "logsumexp_penalty", "noise", "forward_coef", "entropy_coef", "value_coef",
-               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum")  # fmt: skip
-AT_MOST_ONE = ("target_rate", "gae_lambda", "forward_weight")
-BELOW_ONE = ("gamma", "gamma_cl", "reward_momentum")
+               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum",
+               "gae_lambda", "slip", "epsilon", "first_offset")  # fmt: skip
+AT_MOST_ONE = ("gamma", "target_rate", "gae_lambda", "forward_weight")
+BELOW_ONE = ("gamma_cl", "reward_momentum")
 
 
 def check_numbers(args):
@@ -1032,7 +1000,7 @@ def check_ppo_args(args):
 
 def finish_craftax(folder, row, random_rates):
     """The last lines of a run, and what main returns."""
-    pictures = sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".gif"))
+    pictures = sorted(path.name for path in folder.glob("*") if path.suffix in (".png", ".gif"))
     result = f"achievements {row['achievements']:.2f} an episode after {row['steps']:,} steps"
     print(f"{result} in {clock(row['seconds'])} (uniform random actions: {float(np.sum(random_rates)):.2f})")
     print(f"pictures {', '.join(pictures)}")
@@ -1042,6 +1010,8 @@ def finish_craftax(folder, row, random_rates):
 
 def main(args):
     """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
+    if args.distributed:
+        join_processes()
     check_ppo_args(args)
     if args.num_envs * args.num_steps % args.model_minibatches:
         fail(f"--model-minibatches {args.model_minibatches}: it must divide num_envs * num_steps")
@@ -1057,15 +1027,16 @@ def main(args):
             save_bars(folder, title, bars)
     if args.video_steps:
         print("drawing rollout.gif", flush=True)
-        save_gif(folder, *watch(args, env, state.agent.params, state.key))
+        save_gif(folder, *watch(args, env, state.agent.params, jax.random.fold_in(state.key, 1)))
     return finish_craftax(folder, row, state.random_rates)
 
 
 if __name__ == "__main__":
-    join_processes()
     try:
         main(parse_args())
-    except (OSError, MemoryError) as error:  # a full disk, as a rule
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
         fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
     except KeyboardInterrupt:
-        fail("stopped before the first iteration", code=130)
+        fail("stopped by Ctrl-C", code=130)

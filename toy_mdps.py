@@ -26,13 +26,14 @@ One iteration:
 Metrics and results: docs/toy_mdps.md
 """
 # /// script
-# requires-python = ">=3.11"
-# dependencies = ["jax==0.10.2", "numpy==2.4.6", "tyro==1.0.16", "matplotlib==3.11.2"]
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["jax==0.10.1", "numpy==2.4.6", "tyro==1.0.16", "matplotlib==3.11.2"]
 # ///
 
 import collections
 import csv
 import dataclasses
+import errno
 import functools
 import io
 import json
@@ -52,40 +53,27 @@ import tyro
 # --------------------------------------------------------------------------------------------------- arguments
 @dataclasses.dataclass(frozen=True)
 class Args:
+    # what to compute; the first two are the paper's Appendix, "Didactic toy example" and "Forward-looking ..."
     study: Literal["all", "branches", "tree", "gathering"] = "all"
-    """what to compute; the first two are the paper's Appendix, "Didactic toy example" and "Forward-looking ..." """
-    seed: int = 1
-    """seed of everything random"""
-    run_dir: str = "runs"
-    """where the folder of the run is made"""
+    seed: int = 1  # seed of everything random
+    run_dir: str = "runs"  # where the folder of the run is made
 
-    episodes: int = 20_000
-    """episodes of tabular Q-learning (paper, tree)"""
-    learners: int = 8
-    """independent Q-learners of each kind; the paper shows one"""
-    step_size: float = 0.1
-    """of Q-learning"""
-    epsilon: float = 0.1
-    """probability that a Q-learner takes a random action"""
+    episodes: int = 20_000  # episodes of tabular Q-learning (paper, tree)
+    learners: int = 8  # independent Q-learners of each kind; the paper shows one
+    step_size: float = 0.1  # of Q-learning
+    epsilon: float = 0.1  # probability that a Q-learner takes a random action
 
-    rounds: int = 60
-    """gathering: how often policy -> buffer -> reward -> policy is repeated"""
-    world_size: int = 7
-    """gathering: side of the grid, in cells"""
-    grid_steps: int = 40
-    """gathering: steps of an episode"""
-    grid_stay: bool = False
-    """gathering: a fifth action, to stay, beside the four moves"""
+    rounds: int = 60  # gathering: how often policy -> buffer -> reward -> policy is repeated
+    world_size: int = 7  # gathering: side of the grid, in cells
+    grid_steps: int = 40  # gathering: steps of an episode
+    grid_stay: bool = False  # gathering: a fifth action, to stay, beside the four moves
+    # gathering: where episodes start, in every cell equally often or in the upper left one
     grid_start: Literal["everywhere", "corner"] = "everywhere"
-    """gathering: where episodes start, in every cell equally often or in the upper left one"""
-    slip: float = 0.1
-    """gathering: probability of a random move instead of the chosen one"""
-    temperature: float = 0.05
-    """gathering: weight of the policy's entropy against the reward, like SAC's alpha"""
-    short_buffer: int = 1
-    """gathering: how many of the latest rounds the short buffer holds"""
+    slip: float = 0.1  # gathering: probability of a random move instead of the chosen one
+    entropy_weight: float = 0.05  # gathering: weight of the policy's entropy against the reward, like SAC's alpha
+    short_buffer: int = 1  # gathering: how many of the latest rounds the short buffer holds
+    # gathering: how much data, in rounds, a critic that starts from p(s_f | s, a) = p(s_f) counts that guess for
     ignorance: float = 0.01
-    """gathering: how much data, in rounds, a critic that starts from p(s_f | s, a) = p(s_f) counts that guess for"""
 
 
 # ------------------------------------------------------------ the method: occupancies, and two rewards of them
@@ -469,7 +457,7 @@ def gather(args, setting):
     for _ in range(args.rounds):
         found.append(state_distribution(mdp, policy)[:-1].mean(0))
         kept.append(joint_occupancy(mdp, policy))
-        policy = soft_policy(mdp, ctec_kl_reward(sum(kept), ignorance), args.temperature)
+        policy = soft_policy(mdp, ctec_kl_reward(sum(kept), ignorance), args.entropy_weight)
     return np.array(found)
 
 
@@ -489,10 +477,10 @@ def critical_temperature(args):
     for _ in range(12):
         deviation = 1e-6 * deviation / np.abs(deviation).max()
         reward = ctec_kl_reward(joint_occupancy(mdp, even + deviation))
-        after = soft_policy(mdp, reward, args.temperature) - even
+        after = soft_policy(mdp, reward, args.entropy_weight) - even
         factor = np.linalg.norm(after) / np.linalg.norm(deviation)
         deviation = after
-    return factor * args.temperature
+    return factor * args.entropy_weight
 
 
 SLIPS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -615,7 +603,10 @@ def clock(seconds):
 
 
 def write_atomically(path, write):
-    """write(file) into a temporary file, which then takes the place of path: a kill or a full disk loses nothing."""
+    """write(file) into a temporary file, which then takes the place of path: a kill or a full disk loses nothing. The
+    first process writes for all."""
+    if jax.process_index() > 0:
+        return
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -799,9 +790,10 @@ def parse_args(argv=None):
 
 
 MAY_BE_ZERO = ("seed", "checkpoint_minutes", "logsumexp_penalty", "noise", "forward_coef", "entropy_coef", "value_coef",
-               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum")  # fmt: skip
-AT_MOST_ONE = ("target_rate", "gae_lambda", "forward_weight")
-BELOW_ONE = ("gamma", "gamma_cl", "reward_momentum")
+               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum",
+               "gae_lambda", "slip", "epsilon", "first_offset")  # fmt: skip
+AT_MOST_ONE = ("gamma", "target_rate", "gae_lambda", "forward_weight")
+BELOW_ONE = ("gamma_cl", "reward_momentum")
 
 
 def check_numbers(args):
@@ -860,7 +852,9 @@ def main(args):
 if __name__ == "__main__":
     try:
         main(parse_args())
-    except (OSError, MemoryError) as error:  # a full disk, as a rule
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
         fail(f"{error}", code=1)
     except KeyboardInterrupt:
-        fail("stopped", code=130)
+        fail("stopped by Ctrl-C", code=130)

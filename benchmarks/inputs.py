@@ -43,7 +43,14 @@ class Inputs:
 
 def origin_of(inputs, env):
     """(position_size,) a place of the maze, in the environment's coordinates."""
-    return {"corner": np.zeros(2), "middle": (env.low + env.high) / 2, "far_corner": env.low + env.high}[inputs.origin]
+    low = ctec.BIN * env.grid_low
+    high = low + ctec.BIN * np.array(env.grid_shape)
+    return {"corner": np.zeros(2), "middle": (low + high) / 2, "far_corner": low + high}[inputs.origin]
+
+
+def bin_of(env, states):
+    """(...) the slot of the bin that the states (..., state_size) are in."""
+    return ctec.bin_slot(env, ctec.bin_place(states[..., : env.position_size]))
 
 
 def changed(inputs, env, states):
@@ -66,8 +73,7 @@ def sample_rewards(args, env, state):
     """Of 2^14 or more transitions: s, reward, weight, and the visits in the replay to the bins of s and of s_f."""
     replay = ctec.index_trajectories(state.replay)
     stored = jnp.arange(len(replay.obs))[:, None] < replay.time
-    bins = jnp.where(stored, ctec.bin_index(env, replay.obs), np.prod(env.grid_shape))
-    visits = jnp.bincount(bins.ravel(), length=np.prod(env.grid_shape) + 1)
+    visits = jnp.zeros(env.grid_shape, jnp.int32).ravel().at[bin_of(env, replay.obs)].add(stored)
 
     def sample(key):
         key_batch, key_future = jax.random.split(key)
@@ -75,7 +81,7 @@ def sample_rewards(args, env, state):
         pairs = ctec.sample_futures(key_future, args, env, replay, batch)
         future = sample_futures(key_future, args, env, replay, batch).positive
         reward = ctec.intrinsic_reward(state.model.params, args, pairs)
-        counts = [visits[ctec.bin_index(env, x)] for x in (batch.obs, future)]
+        counts = [visits[bin_of(env, x)] for x in (batch.obs, future)]
         return batch.obs, reward, pairs.weight, *counts
 
     keys = jax.random.split(state.key, math.ceil(2**14 / args.batch_size))

@@ -83,6 +83,14 @@ def inner_programs(equation):
                 yield part
 
 
+def branches_for_gpu(equation, branches):
+    """All branches of a cond, or the one that jax.lax.platform_dependent has for a GPU."""
+    platforms = equation.params.get("branches_platforms")  # plain conditions have none
+    if platforms is None:
+        return branches
+    return [next(branch for branch, of in zip(branches, platforms) if of is None or "cuda" in of)]
+
+
 def count(program):
     total = Work()
     for equation in program.eqns:
@@ -98,7 +106,7 @@ def count(program):
         elif kind == "while":
             total += sum(inner, Work(calls=1))
         elif kind == "cond":
-            total += max(inner, key=lambda work: work.flops)
+            total += max(branches_for_gpu(equation, inner), key=lambda work: work.flops)
         else:
             total += sum(inner, Work())
     return total

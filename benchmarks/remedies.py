@@ -77,8 +77,12 @@ def loss_with_negatives(params, args, batch):
     psi = ctec.unit_length(ctec.encode(params["psi"], args, batch.positive))
     other = ctec.unit_length(ctec.encode(params["psi"], args, batch.negative))
     tau = jnp.exp(params["log_tau"])
-    positive = -jnp.sum(jnp.abs(phi - psi), axis=-1) / tau  # (B,)
-    negative = ctec.l1_similarity(phi, other) / tau  # (B, B)
+    anchor = phi / tau if args.temperature == "phi" else phi
+    positive = -jnp.sum(jnp.abs(anchor - psi), axis=-1)  # (B,)
+    negative = ctec.l1_similarity(anchor, other)  # (B, B)
+    if args.temperature == "logits":
+        positive = positive / tau
+        negative = negative / tau
     lse = jax.nn.logsumexp(jnp.concatenate([positive[:, None], negative], axis=1), axis=1)
     loss = ctec.weighted_mean(lse - positive + args.logsumexp_penalty * lse**2, batch.weight)
     metrics = {
@@ -106,6 +110,7 @@ def update_with_fewer_encoder_steps(args, env, replay, agent, model, key):
     watch = lambda model: (model, ctec.contrastive_loss(model.params, args, pairs)[1])
     model, metrics = jax.lax.cond(jax.random.uniform(key_coin) < 0.25, learn, watch, model)
     agent, sac_metrics = ctec.update_sac(args, env, agent, batch, reward, key_sac)
+    metrics["displacement"] = ctec.displacement(env, batch, pairs)
     return (agent, model), metrics | sac_metrics
 
 

@@ -19,6 +19,7 @@ METRICS = {  # metric: what the tables and axes call it, and how its numbers are
     "coverage_share": ("share of the free cells covered", "{:.1%}"),
     "at_tv_run": ("steps at the TV, whole run", "{:.1%}"),
     "at_tv": ("steps at the TV, last rollout", "{:.1%}"),
+    "at_tv_last_fifth": ("steps at the TV, last fifth of the run", "{:.1%}"),
 }
 ACHIEVEMENTS = """collect_wood place_table eat_cow collect_sapling collect_drink make_wood_pickaxe make_wood_sword
     place_plant defeat_zombie collect_stone place_stone eat_plant defeat_skeleton make_stone_pickaxe make_stone_sword
@@ -38,6 +39,8 @@ DIAGNOSTICS = {  # columns of metrics.csv that tell how a run does: titles of th
     "q_target": "target of the critics",
     "alpha": "alpha",
     "entropy": "entropy of the policy",
+    "episode_length": "length of the episodes that end",
+    "displacement": "metres from s to s_f",
 }
 COLOURS = {  # one for each method, in every figure: Okabe and Ito's for colour-blind readers, and two that go with them
     "C-TeC": "#0072B2",
@@ -267,7 +270,7 @@ def section(name, study, rows):
     blocks += ["\n".join(lines) for env in study.envs if (lines := table(study, rows, env))]
     blocks += ["\n".join(lines) for lines in [table_of_all(study, rows)] if lines]
     blocks += ["\n".join(lines) for lines in [table_between_envs(study, rows)] if lines] if study.between_envs else []
-    blocks += [f"![{name}]({picture})" for picture in pictures(name, study, rows)]
+    blocks += [f"![{name}](images/{picture})" for picture in pictures(name, study, rows)]
     blocks += [f"Data: [`results/{name}.csv`](../results/{name}.csv), {recorded} of {count} runs; {machines}."]
     versions = {}
     for row in rows:
@@ -474,7 +477,7 @@ def draw(name, study, rows, folder):
                 figure.savefig(folder / picture)
                 continue
             if picture.endswith("_diagnostics.png"):
-                figure = Figure((9, 4.2), layout="constrained")
+                figure = Figure((11, 4.2), layout="constrained")
                 draw_diagnostics(figure, study, rows)
                 figure.savefig(folder / picture)
                 continue

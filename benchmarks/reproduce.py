@@ -43,7 +43,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent  # where the scripts are
 CHECKPOINT = "checkpoint.npz"
 POINTS = 100  # of each learning curve that are kept in results/
-KINDS = ("rates", "correlations", "maps", "visits", "diagnostics")  # of pictures in docs/<study>_<kind>.png
+KINDS = ("rates", "correlations", "maps", "visits", "diagnostics")  # of pictures in docs/images/<study>_<kind>.png
 
 
 # ------------------------------------------------------------------------------------------------------ studies
@@ -91,7 +91,8 @@ class Study:
     at_steps: tuple[int, ...] = ()
     """the table's rows are the values after these steps, instead of the last ones"""
     also: tuple[str, ...] = ()
-    """further columns of metrics.csv whose last values stand in the table"""
+    """further columns of metrics.csv whose last values stand in the table; name_last_fifth: the mean of column `name`
+    over the last fifth of the run"""
     paper: tuple[tuple[int, float, float], ...] = ()
     """the paper's (steps, mean, standard deviation) of the first method, for the picture of the curves"""
     between_envs: bool = False
@@ -116,7 +117,10 @@ def on_maze(env):
 
 MAZE = on_maze("point_hardest_maze")
 CRAFTAX = "--env craftax_classic --preset laptop"
-NOISY_TV = "--env noisy_tv --preset laptop"
+NOISY_TV = "--env noisy_tv --preset laptop --start fixed"
+# the paper's grid and starts with the laptop's networks; one pass over a rollout is 256 gradient steps
+NOISY_TV_256 = """--env noisy_tv --preset laptop --start random --grid-size 256 --episode-length 1024 --num-envs 1024
+    --update-epochs 1 --total-timesteps 5000000"""
 RANDOM_CRAFTAX = Method("random", "random_craftax", f"{CRAFTAX} --total-timesteps 409600", 0.03)
 ANT_ONE_CORE = "--env ant_hardest_maze --num-envs 64 --batch-size 64 --encoder-width 256 --replay-size 1100"
 ANT_RANDOM = "--env ant_hardest_maze --num-envs 256 --total-timesteps 30000000"
@@ -167,6 +171,27 @@ def paper_coverage(env):
         Method("random", "random_brax", f"--env {env}", 8),
     )
     return Study(f"The paper's coverage curves: {env}", methods, **PAPER)
+
+
+def noisy_tv(title, flags, hours, also):
+    """Every bonus in front of a TV that is on, and off; hours of a run with each bonus."""
+    bonuses = (("C-TeC", "ctec"), ("RND", "rnd"), ("forward model", "forward_error"), ("no bonus", "none"))
+    note = '`noisy_tv_off` is the same grid without the noise; "at the TV" is then the place where it would be. PPO, '
+    note += "networks and standardisation are the same; the bonus differs. See [the script's page]"
+    return Study(
+        title,
+        tuple(
+            Method(label, "ctec_ppo_noisy_tv", f"{flags} --bonus {bonus}{off}", hours[bonus])
+            for off in ("", " --no-tv")
+            for label, bonus in bonuses
+        ),
+        seeds=(11, 12, 13, 14, 15),
+        metric="coverage_share",
+        pictures=("curves", "finals", "visits"),
+        also=also,
+        between_envs=True,
+        note=f"{note}(ctec_ppo_noisy_tv.md).",
+    )
 
 
 ABLATIONS = {  # family: {row: flags of ctec_ablations_sac_brax.py}
@@ -288,25 +313,17 @@ STUDIES = {
         note="C-TeC's reward has rows of unit length here, as released; `batch`: each feature has it over the rollout.",
         **ON_CRAFTAX,
     ),
-    "noisy_tv": Study(
+    "noisy_tv": noisy_tv(
         "C-TeC and others in front of a noisy TV, laptop scale",
-        tuple(
-            Method(label, "ctec_ppo_noisy_tv", f"{NOISY_TV} --bonus {bonus}{off}", hours)
-            for off in ("", " --no-tv")
-            for label, bonus, hours in (
-                ("C-TeC", "ctec", 0.03),
-                ("RND", "rnd", 0.02),
-                ("forward model", "forward_error", 0.02),
-                ("no bonus", "none", 0.005),
-            )
-        ),
-        seeds=(11, 12, 13, 14, 15),
-        metric="coverage_share",
-        pictures=("curves", "finals", "visits"),
+        NOISY_TV,
+        hours=dict(ctec=0.03, rnd=0.02, forward_error=0.02, none=0.005),
         also=("at_tv_run", "at_tv"),
-        between_envs=True,
-        note='`noisy_tv_off` is the same grid without the noise; "at the TV" is then the place where it would be. PPO, '
-        "networks and standardisation are the same; the bonus differs. See [the script's page](ctec_ppo_noisy_tv.md).",
+    ),
+    "noisy_tv_256": noisy_tv(
+        "C-TeC and others in front of a noisy TV, 256 x 256 cells and random starts",
+        NOISY_TV_256,
+        hours=dict(ctec=0.1, rnd=0.07, forward_error=0.07, none=0.03),
+        also=("at_tv_run", "at_tv_last_fifth"),
     ),
     "speed": Study(
         "Speed of training on one core",
@@ -469,12 +486,17 @@ class Run:
         if folder is None or not (folder / "args.json").exists():
             return 0.0
         total = json.loads((folder / "args.json").read_text())["total_timesteps"]
-        return min(last_step(folder / "metrics.csv") / total, 1.0)
+        return min(last_row(folder / "metrics.csv")["steps"] / total, 1.0)
 
     @property
     def finished(self):
-        has_state = self.method.kind == "speed" or self.script_folder(CHECKPOINT) is not None
-        return has_state and self.fraction == 1.0
+        if self.method.kind == "speed":
+            return self.fraction == 1.0
+        folder = self.script_folder(CHECKPOINT)
+        if folder is None or self.fraction < 1.0:
+            return False
+        # a kill between the last row and the last checkpoint leaves an older one
+        return saved_iteration(folder / CHECKPOINT) == last_row(folder / "metrics.csv")["iteration"]
 
     def command(self):
         """The words of the command, which goes on from a checkpoint if there is one."""
@@ -504,14 +526,21 @@ class Run:
         return json.loads(file.read_text()) if file.exists() else {"version": self.version, "machine": "unknown"}
 
 
-def last_step(metrics):
-    """The steps of the last complete row; reads the end of the file only, since a run may have 10,000 rows."""
+def last_row(metrics):
+    """Iteration and steps of the last complete row; reads the end of the file only, since a run may have 10,000
+    rows."""
     with open(metrics, "rb") as file:
         header = file.readline().decode().strip().split(",")
         file.seek(max(file.tell(), os.path.getsize(metrics) - 8192))
         lines = file.read().decode().splitlines(keepends=True)
     rows = [line.split(",") for line in lines if line.endswith("\n") and line.count(",") == len(header) - 1]
-    return int(rows[-1][header.index("steps")]) if rows else 0
+    return {name: int(rows[-1][header.index(name)]) if rows else 0 for name in ("iteration", "steps")}
+
+
+def saved_iteration(checkpoint):
+    """The iteration that a checkpoint was written after; of the file, np.load reads this array only."""
+    with np.load(checkpoint, allow_pickle=False) as file:
+        return int(file["iteration"])
 
 
 def measured_speed(log):
@@ -561,20 +590,17 @@ class Slot:
     def command(self, run):
         return [*self.prefix, sys.executable, *run.command()]
 
-    def variables(self, run):
-        """Environment variables of the child. A core compiles a Brax step in half the time without XLA's new emitters,
-        and steps ant and humanoid 1.6 times as fast or more without its YNNPACK kernels."""
+    def variables(self):
+        """Environment variables of the child. A core compiles a Brax step in half the time without XLA's new
+        emitters."""
         if ("JAX_PLATFORMS", "cpu") not in self.env or "XLA_FLAGS" in os.environ:
             return dict(self.env)
-        flags = "--xla_cpu_use_fusion_emitters=false"
-        if run.method.env.startswith(("ant", "humanoid")):
-            flags += " --xla_cpu_experimental_ynn_fusion_type="
-        return dict(self.env) | {"XLA_FLAGS": flags}
+        return dict(self.env) | {"XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
 
 
 def command_line(slot, run):
     """The command as one would type it in ROOT."""
-    variables = [f"{name}={shlex.quote(value)}" for name, value in slot.variables(run).items()]
+    variables = [f"{name}={shlex.quote(value)}" for name, value in slot.variables().items()]
     return " ".join([*variables, shlex.join(slot.command(run))])
 
 
@@ -637,7 +663,7 @@ def start(run, slot):
         return subprocess.Popen(
             slot.command(run),
             cwd=ROOT,
-            env=os.environ | slot.variables(run),
+            env=os.environ | slot.variables(),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that Ctrl-C reaches the children through us only
@@ -856,7 +882,7 @@ def result_rows(name, study, run):
     chosen = np.unique(np.minimum(np.searchsorted(steps, wanted), len(steps) - 1))  # the first row at or after each
     rows = [known | {"metric": study.metric, "step": steps[i], "value": table[i][study.metric]} for i in chosen]
     last = {"steps_per_second": np.median([float(row["steps_per_second"]) for row in table])}
-    last |= {metric: table[-1][metric] for metric in study.also}
+    last |= {metric: last_value(table, metric) for metric in study.also}
     if "correlations" in study.pictures:
         with open(run.folder / "correlations.csv") as file:
             moments = {row.pop("steps"): row for row in csv.DictReader(file)}  # a resumed run may repeat one
@@ -868,6 +894,15 @@ def result_rows(name, study, run):
     if "rates" in study.pictures:
         last |= {achievement: table[-1][achievement] for achievement in ACHIEVEMENTS}
     return rows + [known | {"metric": metric, "step": steps[-1], "value": last[metric]} for metric in last]
+
+
+def last_value(table, metric):
+    """The last value of a column of metrics.csv, or the mean over the last fifth of the run."""
+    column = metric.removesuffix("_last_fifth")
+    if column == metric:
+        return table[-1][metric]
+    last_step = int(table[-1]["steps"])
+    return np.mean([float(row[column]) for row in table if int(row["steps"]) > 0.8 * last_step])
 
 
 def write_results(path, name, study, runs):
@@ -900,7 +935,8 @@ def draw_reward_maps(path, runs):
     env = script.make_env(runs[0].method.env)
     for line, (label, of_label) in zip(panels, maps.items()):
         for axes, (steps, values) in zip(line, of_label.items()):
-            colours = script.draw_places(axes, env, f"{label}, {int(steps) / 1e6:.1f}M steps", values)
+            title = f"{label}, {int(steps) / 1e6:.1f}M steps"
+            colours = script.draw_places(axes, env, title, values[:, :2], values[:, 2])
             axes.tick_params(labelbottom=False, labelleft=False)
             axes.title.set_fontsize(9)
             axes.set(xlabel="", ylabel="")
@@ -944,8 +980,8 @@ def print_list(args):
         count = len(study.methods) * len(study.seeds)
         recorded = len({run_key(row) for row in read_csv(args.results_dir / f"{name}.csv")})
         files = [f"results/{name}.csv"]
-        files += [f"docs/{name}.png"] if study.pictures else []
-        files += [f"docs/{name}_{kind}.png" for kind in KINDS if kind in study.pictures]
+        files += [f"docs/images/{name}.png"] if study.pictures else []
+        files += [f"docs/images/{name}_{kind}.png" for kind in KINDS if kind in study.pictures]
         print(f"{name:24}{study.title}")
         print(f"{'':24}{count} runs ({recorded} recorded), {expected(study)}; writes {', '.join(files)}\n")
 
@@ -976,7 +1012,7 @@ def show(args, names):
     for name in names:
         study = STUDIES[name]
         rows = read_csv(args.results_dir / f"{name}.csv")
-        draw(name, study, rows, args.docs_dir)
+        draw(name, study, rows, args.docs_dir / "images")
         text = section(name, study, rows)
         print(f"{study.title}\n\n{text}")
         if study.on_page:
@@ -1017,9 +1053,9 @@ def main(args):
         if any(run.finished for run in runs[name]):
             write_results(args.results_dir / f"{name}.csv", name, study, runs[name])
         if "maps" in study.pictures:
-            draw_reward_maps(args.docs_dir / f"{name}_maps.png", runs[name][: len(study.methods)][:2])
+            draw_reward_maps(args.docs_dir / "images" / f"{name}_maps.png", runs[name][: len(study.methods)][:2])
         if "visits" in study.pictures:
-            draw_visit_maps(args.docs_dir / f"{name}_visits.png", runs[name][: len(study.methods)])
+            draw_visit_maps(args.docs_dir / "images" / f"{name}_visits.png", runs[name][: len(study.methods)])
     show(args, names)
     if unfinished and args.launcher == "local":
         print(f"failed: {', '.join(unfinished)}", file=sys.stderr)

@@ -145,7 +145,7 @@ def etd(script, args, env):
     state, iteration = time_iterations(script, args, env)
     collect = jax.jit(script.collect, static_argnums=(0, 1))
     key = jax.random.PRNGKey(0)
-    after, rollout, _ = collect(args, env, state, key)
+    after, rollout, *_ = collect(args, env, state, key)
     states = jnp.concatenate([rollout.obs, after.env.obs[None]])
     action = script.action_distribution(env).vector(rollout.action)
     reward = jax.jit(lambda state: script.intrinsic_reward(state.model.params, args, key, states, action, rollout.done,

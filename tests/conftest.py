@@ -11,9 +11,11 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
-atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers of a session inherit its folder
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["WANDB_MODE"] = "offline"
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # XLA warns at every program that it loads from the cache
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 # submitit resets logging when it is imported, which closes absl's handler and with it the stderr that pytest captures:

@@ -174,9 +174,9 @@ def test_monolithic_critic_is_cut_into_pieces():
 # ------------------------------------------------------------------------------------------------------ rewards
 @pytest.mark.parametrize("features", ["batch", "unit", "none"])
 def test_rewards_of_both_directions_against_numpy(features):
-    """Six rows, the last without a future. The marginal's future is that of the row three further on."""
+    """Six rows, the last without a future, and phi / 2. The marginal's future is that of the row three further on."""
     args = variant(reward_features=features)
-    params = params_of(args)
+    params = params_of(args) | {"log_tau": jnp.log(2.0)}
     pairs = random_pairs()
     phi = numpy_encode(params["phi"], pairs.anchor)
     psi = numpy_encode(params["psi"], pairs.positive)
@@ -185,7 +185,7 @@ def test_rewards_of_both_directions_against_numpy(features):
         "unit": lambda x: x / np.linalg.norm(x, axis=1, keepdims=True),
         "none": lambda x: x,
     }[features]
-    distance = np.abs(normal(phi)[:, None] - normal(psi)).sum(axis=-1)
+    distance = np.abs(normal(phi)[:, None] / 2 - normal(psi)).sum(axis=-1)
     reverse = ablations.intrinsic_reward(params, args, pairs)
     forward = ablations.intrinsic_reward(params, dataclasses.replace(args, reward_kl="forward"), pairs)
     np.testing.assert_allclose(reverse, np.append(np.diag(distance)[:5], 0), rtol=1e-4)
@@ -208,8 +208,26 @@ def test_a_fixed_tau_is_used_and_not_learned():
     params = params_of(ARGS) | {"log_tau": jnp.log(3.0)}  # is not read
     grad = jax.grad(lambda params: ablations.contrastive_loss(params, variant(tau=0.25), pairs)[0])(params)
     assert grad["log_tau"] == 0
-    logits = [ablations.contrastive_loss(params, variant(tau=tau), pairs)[1]["logits_negative"] for tau in (0.25, 1.0)]
+    divided = [variant(tau=tau, temperature="logits") for tau in (0.25, 1.0)]
+    logits = [ablations.contrastive_loss(params, args, pairs)[1]["logits_negative"] for args in divided]
     np.testing.assert_allclose(logits[0], 4 * logits[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", ["phi", "logits"])
+def test_where_tau_divides(temperature):
+    """phi before the distance, in loss and reward; or C, in the loss alone."""
+    args = variant(temperature=temperature, tau=0.5, reward_features="unit")
+    params = params_of(args)
+    pairs = random_pairs()
+    unit = lambda x: x / np.linalg.norm(x, axis=1, keepdims=True)
+    phi = unit(numpy_encode(params["phi"], pairs.anchor))
+    psi = unit(numpy_encode(params["psi"], pairs.positive))
+    whole = -np.abs(phi[:, None] / 0.5 - psi).sum(axis=-1)
+    plain = -np.abs(phi[:, None] - psi).sum(axis=-1)
+    logits, reward = (whole, -np.diag(whole)) if temperature == "phi" else (plain / 0.5, -np.diag(plain))
+    rows_loss = np.log(np.exp(logits).sum(axis=1)) - np.diag(logits)
+    np.testing.assert_allclose(ablations.contrastive_loss(params, args, pairs)[0], rows_loss[:5].mean(), rtol=1e-4)
+    np.testing.assert_allclose(ablations.intrinsic_reward(params, args, pairs), np.append(reward[:5], 0), rtol=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------------- sampling

@@ -52,10 +52,10 @@ MAP = """
 
 
 def test_moves_at_borders_walls_and_doors():
-    env = tv.make_grid(8, 2, 3, True, 0.25, 0.75, 0.05)
+    env = tv.make_grid(8, 2, 3, True, 0.25, 0.75, 0.05, "fixed")
     np.testing.assert_array_equal(env.is_wall, [[x == "#" for x in row] for row in MAP])
     assert env.free_cells == sum(row.count(".") for row in MAP)
-    assert divmod(env.start, 8) == (2, 2)
+    assert env.starts.tolist() == [2 * 8 + 2]
     for row, column in itertools.product(range(8), range(8)):
         for action, (down, right) in enumerate([(-1, 0), (1, 0), (0, -1), (0, 1), (0, 0)]):
             to = (row + down, column + right)
@@ -66,9 +66,9 @@ def test_moves_at_borders_walls_and_doors():
 
 @pytest.mark.parametrize("size,rooms", [(256, 4), (64, 4), (16, 2), (30, 4), (8, 1)])
 def test_every_free_cell_can_be_reached(size, rooms):
-    env = tv.make_grid(size, rooms, 3, True, 0.375, 0.375, 1 / 64)
-    reached = {env.start}
-    border = [env.start]
+    env = tv.make_grid(size, rooms, 3, True, 0.375, 0.375, 1 / 64, "fixed")
+    reached = set(env.starts)
+    border = reached
     while border:
         border = {int(x) for cell in border for x in env.target[cell]} - reached
         reached |= border
@@ -80,7 +80,7 @@ def test_every_free_cell_can_be_reached(size, rooms):
 
 @pytest.mark.parametrize("on", [True, False])
 def test_the_view_against_a_plain_loop(on):
-    env = tv.make_grid(16, 2, 5, on, 0.25, 0.75, 0.07)
+    env = tv.make_grid(16, 2, 5, on, 0.25, 0.75, 0.07, "random")
     side = 4
     top, left = 2, 10
     cells = jnp.arange(256)
@@ -109,7 +109,7 @@ def test_the_view_against_a_plain_loop(on):
 # ------------------------------------------------------------------------------------------------------ the noise
 def played(key_actions=0, key_tv=None, iteration=1, **changes):
     """A rollout of uniformly random actions, from inside a TV that takes nearly all of an open floor."""
-    args = small(rooms=1, tv_row=0.5, tv_column=0.5, tv_share=0.95, episode_length=10**6, **changes)
+    args = small(start="fixed", rooms=1, tv_row=0.5, tv_column=0.5, tv_share=0.95, episode_length=10**6, **changes)
     env = tv.make_noisy_tv(args)
     state = tv.init_state(args, env).replace(iteration=jnp.int32(iteration))
     if key_tv is not None:
@@ -179,7 +179,7 @@ def test_coverage_and_time_at_the_tv_against_a_plain_loop():
 
 
 def test_collect_values_what_was_cut_off_and_starts_again():
-    args = small(episode_length=5, tv_row=0.25, tv_column=0.25)  # the start is in front of the TV
+    args = small(start="fixed", episode_length=5, tv_row=0.25, tv_column=0.25)  # the start is in front of the TV
     env = tv.make_noisy_tv(args)
     state = shaken(tv.init_state(args, env), 0.3)
     after, rollout = collect(args, env, state, jax.random.PRNGKey(3))
@@ -189,7 +189,7 @@ def test_collect_values_what_was_cut_off_and_starts_again():
     np.testing.assert_array_equal(done, age % 5 == 0)
     np.testing.assert_array_equal(after.walkers.episode_step, age[-1] % 5)
 
-    before = np.concatenate([state.walkers.cell[None], np.where(done, env.start, rollout.cell)])
+    before = np.concatenate([state.walkers.cell[None], np.where(done, env.starts[0], rollout.cell)])
     np.testing.assert_array_equal(rollout.cell, env.target[before[:-1], np.asarray(rollout.action)])
     np.testing.assert_array_equal(after.walkers.cell, before[-1])
     drawn = env.draw_colours(jax.random.fold_in(state.key_tv, state.iteration), (16, 8))
@@ -200,6 +200,41 @@ def test_collect_values_what_was_cut_off_and_starts_again():
     value = np.asarray(tv.ActorCritic(16, 5).apply(state.agent.params, observe(rollout.cell, drawn))[1])
     assert (value != 0).all()
     np.testing.assert_allclose(rollout.final_value, np.where(done, value, 0.0), rtol=1e-4)
+
+
+def drawn_starts(start):
+    """The cells in which episodes of one step begin: (1024,) of the first state, (17, 1024) of the rest."""
+    args = small(start=start, num_envs=1024, num_steps=18, episode_length=1)
+    env = tv.make_noisy_tv(args)
+    state = tv.init_state(args, env)
+    after, rollout = collect(args, env, state, jax.random.PRNGKey(0))
+    size = 2 * env.place_code.shape[1]
+    code = np.asarray(env.observe(jnp.arange(256), jnp.zeros((256, 9), jnp.uint8)))[:, :size]
+    starts = np.argmax(np.asarray(rollout.obs)[..., :size] @ code.T, axis=-1)  # all codes are of one length
+    np.testing.assert_array_equal(starts[0], state.walkers.cell)
+    np.testing.assert_array_equal(np.asarray(rollout.cell), env.target[starts, np.asarray(rollout.action)])
+    return env, starts[0], starts[1:]
+
+
+def test_random_starts_are_uniform_over_the_free_cells():
+    env, first, others = drawn_starts("random")
+    free = ~env.is_wall.ravel()
+    for starts in (first, others):
+        count = np.bincount(starts.ravel(), minlength=256)
+        assert (count[~free] == 0).all()
+        expected = starts.size / env.free_cells
+        chi_square = np.sum((count[free] - expected) ** 2 / expected)
+        freedom = env.free_cells - 1
+        assert abs(chi_square - freedom) < 4 * np.sqrt(2 * freedom)  # its mean and four of its deviations
+    assert (count[free] > 0).all() and not env.is_wall[env.is_tv].any()  # the TV's cells are free cells
+    again = np.mean(others[1:] == others[:-1])  # an episode begins where the one before it began as often as anywhere
+    assert abs(again * env.free_cells - 1) < 4 * np.sqrt(env.free_cells / others[1:].size)
+
+
+def test_a_fixed_start_is_always_the_same_cell():
+    env, first, others = drawn_starts("fixed")
+    assert {*first, *others.ravel()} == {4 * 16 + 4}
+    assert not env.is_wall[4, 4]
 
 
 # ------------------------------------------------------------------------------------------------ losses, rewards
@@ -229,10 +264,13 @@ def made_up(args, env):
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_reward_of_ctec_against_a_plain_loop(normalize):
-    args = small(normalize_reward=normalize, gamma_cl=0.8)
+@pytest.mark.parametrize("temperature,factor", [("phi", 2.0), ("logits", 1.0)])
+def test_reward_of_ctec_against_a_plain_loop(normalize, temperature, factor):
+    """tau is 1/2: phi is doubled before the distance, or the reward is without tau."""
+    args = small(normalize_reward=normalize, temperature=temperature, gamma_cl=0.8)
     env = tv.make_noisy_tv(args)
     params, states, action, done = made_up(args, env)
+    params |= {"log_tau": jnp.log(0.5)}
     weight = tv.future_weights(jax.random.PRNGKey(0), args, tv.steps_left(jnp.asarray(done)))
     reward = tv.intrinsic_reward(params, args, Steps(states, action, weight))
     phi = numpy_encoder(params["phi"], np.concatenate([states[:-1], action], axis=-1))
@@ -242,7 +280,7 @@ def test_reward_of_ctec_against_a_plain_loop(normalize):
         for k in range(1, 8 - t):
             if done[t : t + k, n].any():  # the state after an episode's last step belongs to the next one
                 break
-            total += 0.8 ** (k - 1) * np.linalg.norm(phi[t, n] - psi[t + k, n])
+            total += 0.8 ** (k - 1) * np.linalg.norm(factor * phi[t, n] - psi[t + k, n])
             weights += 0.8 ** (k - 1)
         expected = total / weights if normalize and weights else total
         np.testing.assert_allclose(reward[t, n], expected, atol=2e-4)
@@ -265,8 +303,9 @@ def test_reward_of_the_others_by_hand(bonus):
 
 
 @pytest.mark.parametrize("learn_tau", [True, False])
-def test_contrastive_loss_by_hand(learn_tau):
-    args = small(learn_tau=learn_tau, logsumexp_penalty=0.1)
+@pytest.mark.parametrize("temperature", ["phi", "logits"])
+def test_contrastive_loss_by_hand(learn_tau, temperature):
+    args = small(learn_tau=learn_tau, temperature=temperature, logsumexp_penalty=0.1)
     env = tv.make_noisy_tv(args)
     params, states, action, _ = made_up(args, env)
     params |= {"log_tau": jnp.log(0.5)}
@@ -275,12 +314,25 @@ def test_contrastive_loss_by_hand(learn_tau):
     loss, metrics = tv.model_loss(params, args, Pairs(anchor, states[3], jnp.asarray(weight)))
     phi = numpy_encoder(params["phi"], anchor)
     psi = numpy_encoder(params["psi"], states[3])
-    logits = -np.linalg.norm(phi[:, None] - psi, axis=-1) / (0.5 if learn_tau else 1.0)
+    tau = 0.5 if learn_tau else 1.0
+    if temperature == "phi":
+        logits = -np.linalg.norm(phi[:, None] / tau - psi, axis=-1)
+    else:
+        logits = -np.linalg.norm(phi[:, None] - psi, axis=-1) / tau
     lse = np.log(np.exp(logits).sum(axis=1))
     np.testing.assert_allclose(loss, np.mean((lse - np.diag(logits) + 0.1 * lse**2)[[0, 2]]), rtol=1e-4)
     np.testing.assert_allclose(metrics["tau"], 0.5)
     gradient = jax.grad(lambda p: tv.model_loss(p, args, Pairs(anchor, states[3], jnp.asarray(weight)))[0])(params)
     assert (gradient["log_tau"] != 0) == learn_tau
+
+
+def test_the_reward_has_no_tau_if_it_is_not_learned():
+    args = small(learn_tau=False)
+    env = tv.make_noisy_tv(args)
+    params, states, action, done = made_up(args, env)
+    weight = tv.future_weights(jax.random.PRNGKey(0), args, tv.steps_left(jnp.asarray(done)))
+    reward = lambda tau: tv.intrinsic_reward(params | {"log_tau": jnp.log(tau)}, args, Steps(states, action, weight))
+    np.testing.assert_array_equal(reward(1.0), reward(0.5))
 
 
 def test_rnd_learns_the_predictor_only():
@@ -334,7 +386,10 @@ def test_update_against_its_parts(bonus):
     advantage = tv.gae(args, jnp.asarray(scaled), rollout.value, rollout.done, last_value)
 
     flat = lambda x: jnp.reshape(x, (-1, *x.shape[2:]))
-    _, expected = tv.ppo_rows_loss(state.agent.params, args, env, jax.tree.map(flat, rollout), flat(advantage))
+    target = advantage + rollout.value
+    advantage = (advantage - advantage.mean()) / advantage.std()
+    inputs = jax.tree.map(flat, (rollout, advantage, target))
+    _, expected = tv.ppo_rows_loss(state.agent.params, args, env, *inputs)
     expected |= {"reward_mean": mean, "reward_std": deviation}
     anchor = jnp.concatenate([flat(rollout.obs), flat(action)], axis=-1)
     following = jnp.where(done[..., None], states[:-1], states[1:])  # at an end the state itself, of weight 0
@@ -351,8 +406,8 @@ def test_update_against_its_parts(bonus):
 def test_ppo_learns_to_go_right(monkeypatch):
     """The reward is the column of the next state. In 40 iterations the agents go through the doors to the right wall
     and stay there; before, they are where a random walk from the start takes them."""
-    args = small(bonus="none", num_envs=32, num_steps=32, batch_size=256, episode_length=64, learning_rate=3e-3,
-                 agent_width=32)  # fmt: skip
+    args = small(bonus="none", start="fixed", num_envs=32, num_steps=32, batch_size=256, episode_length=64,
+                 learning_rate=3e-3, agent_width=32)  # fmt: skip
     env = tv.make_noisy_tv(args)
     octaves = env.place_code.shape[1] // 2
     cosine = 2 * octaves + octaves  # of the column, the slowest one: it falls from 1 at the left to -1 at the right
@@ -436,12 +491,13 @@ def test_a_number_that_makes_no_sense_is_one_line(case, tmp_path, capsys, monkey
 
 def test_presets_can_run():
     for preset in tv.PRESETS:
-        args = tv.parse_args(["--preset", preset])
+        args = tv.parse_args(["--preset", preset, "--start", "fixed"])
         tv.check_tv_args(args)
         env = tv.make_noisy_tv(args)
         room = args.grid_size // args.rooms
         rooms_of_tv = {(r // room, c // room) for r, c in np.argwhere(env.is_tv)}
-        assert rooms_of_tv == {(1, 1)} and not env.sees_tv[env.start]
+        assert rooms_of_tv == {(1, 1)} and not env.sees_tv[env.starts].any()
         assert env.is_tv.sum() == args.grid_size**2 / 64
     assert tv.parse_args(["--preset", "laptop", "--grid-size", "32"]).grid_size == 32
     assert tv.parse_args([]).grid_size == 256
+    assert tv.parse_args(["--preset", "laptop"]).start == "random"

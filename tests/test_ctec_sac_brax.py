@@ -95,6 +95,23 @@ def test_futures_reach_the_last_stored_step():
     assert pairs == {(t, later) for t in range(13) for later in range(t + 1, 14)}
 
 
+def test_futures_from_offset_zero_on():
+    """P(k) ~ gamma_cl^k for k = 0 to the end of the trajectory, whose last step has itself."""
+    args = dataclasses.replace(ARGS, num_envs=1, batch_size=2**15, gamma_cl=0.5, first_offset=0)
+    replay, _, _ = filled_replay(14, envs=1, seed=3)
+    replay = ctec.index_trajectories(
+        replay.replace(terminated=replay.terminated & False, truncated=(jnp.arange(40) == 6)[:, None])
+    )
+    batch = ctec.sample_batch(jax.random.PRNGKey(0), args, replay)
+    pairs = ctec.sample_futures(jax.random.PRNGKey(1), args, ENV, replay, batch)
+    assert np.all(pairs.weight == 1)
+    offset = np.asarray(pairs.positive[:, 0]) - np.asarray(batch.time)
+    for t, last in ((3, 6), (6, 6), (8, 13)):
+        frequency = np.bincount(offset[np.asarray(batch.time) == t].astype(int)) / np.sum(np.asarray(batch.time) == t)
+        expected = 0.5 ** np.arange(last - t + 1)
+        np.testing.assert_allclose(frequency, expected / expected.sum(), atol=0.04)
+
+
 def test_goal_futures_show_psi_the_position_only():
     args = dataclasses.replace(ARGS, future_state="goal")
     replay = ctec.index_trajectories(filled_replay(42)[0])
@@ -173,7 +190,8 @@ def numpy_encode(params, x):
 
 
 def test_loss_and_reward_against_numpy(start):
-    """Five rows with a future and one without, and a temperature of 2, which is in the loss and not in the reward."""
+    """Five rows with a future and one without, and a temperature of 2: phi / 2 in loss and reward, or C / 2 in the loss
+    alone."""
     pairs = random_pairs([1.0, 1, 1, 1, 1, 0])
     params = start.model.params | {"log_tau": jnp.log(2.0)}
     phi = numpy_encode(params["phi"], pairs.anchor)
@@ -184,18 +202,24 @@ def test_loss_and_reward_against_numpy(start):
     assert ARGS.reward_features == "batch"
     over_batch = lambda x: x / np.linalg.norm(x[:5], axis=0)
     reward = ctec.intrinsic_reward(params, ARGS, pairs)
-    np.testing.assert_allclose(reward[:5], np.abs(over_batch(phi) - over_batch(psi))[:5].sum(axis=1), rtol=1e-4)
+    np.testing.assert_allclose(reward[:5], np.abs(over_batch(phi) / 2 - over_batch(psi))[:5].sum(axis=1), rtol=1e-4)
     assert reward[5] == 0.0
+    in_logits = dataclasses.replace(ARGS, temperature="logits")
+    reward = ctec.intrinsic_reward(params, in_logits, pairs)
+    np.testing.assert_allclose(reward[:5], np.abs(over_batch(phi) - over_batch(psi))[:5].sum(axis=1), rtol=1e-4)
 
     phi = phi / np.linalg.norm(phi, axis=-1, keepdims=True)
     psi = psi / np.linalg.norm(psi, axis=-1, keepdims=True)
-    distance = np.abs(phi[:, None] - psi[None]).sum(axis=-1)
+    logits = -np.abs(phi[:, None] / 2 - psi[None]).sum(axis=-1)
     reward = ctec.intrinsic_reward(params, dataclasses.replace(ARGS, reward_features="unit"), pairs)
-    np.testing.assert_allclose(reward[:5], np.diag(distance)[:5], rtol=1e-4)
+    np.testing.assert_allclose(reward[:5], -np.diag(logits)[:5], rtol=1e-4)
     assert reward[5] == 0.0
+    check_loss(params, ARGS, pairs, phi, psi, logits)
+    check_loss(params, in_logits, pairs, phi, psi, -np.abs(phi[:, None] - psi[None]).sum(axis=-1) / 2)
 
-    loss, metrics = contrastive_loss(params, ARGS, pairs)
-    logits = -distance / 2.0
+
+def check_loss(params, args, pairs, phi, psi, logits):
+    loss, metrics = contrastive_loss(params, args, pairs)
     lse = np.log(np.exp(logits).sum(axis=1))
     expected = {
         "contrastive_loss": (lse - np.diag(logits) + 0.1 * lse**2)[:5].mean(),
@@ -357,31 +381,78 @@ def test_update_uses_the_reward_from_before_the_encoders_step(start):
 
 
 # -------------------------------------------------------------------------------------- coverage and collecting
-def test_coverage_bins():
-    env = ctec.make_env("point_hardest_maze")
-    assert env.grid_shape == (72, 96)
-    assert {name: ctec.make_env(f"point_{name}_maze").free_bins for name in ctec.MAZES} == {
-        "u": 448,
-        "large": 1664,
-        "hardest": 2944,
-    }
-    places = [(-2, -2), (-1.51, -2), (-1.5, -2), (-2, -1.5), (33.99, 45.99), (34, 0), (-2.01, 0), (jnp.nan, 0)]
-    outside = 72 * 96
-    expected = [0, 0, 96, 1, outside - 1, outside, outside, outside]
-    assert list(ctec.bin_index(env, jnp.array(places, jnp.float32))) == expected
+class Space:
+    position_size = 3
 
 
-def test_visits_outside_the_grid_are_counted_and_mark_nothing():
-    coverage = ctec.Coverage(jnp.array([False, True, False, False]), jnp.int32(5))
-    coverage = ctec.mark_visited(coverage, jnp.array([[0, 4], [3, 4]]))
-    assert coverage.visited.tolist() == [True, True, False, True]
-    assert ctec.coverage_metrics(coverage) == {"coverage": 3, "outside": 7}
+mark_visited = jax.jit(ctec.mark_visited, static_argnums=(0, 1))
+
+
+def visited_bins(coverage):
+    """{bin: step of its first visit}"""
+    slots = np.flatnonzero(coverage.first_visit < ctec.NEVER)
+    return {tuple(place): step for place, step in zip(np.asarray(coverage.place)[slots].tolist(),
+            np.asarray(coverage.first_visit)[slots].tolist())}  # fmt: skip
+
+
+@pytest.mark.parametrize("env", [ctec.make_env("point_hardest_maze"), Space()], ids=["grid", "hash table"])
+def test_bins_and_first_visits_against_a_plain_loop(env):
+    """Positions on edges and corners, not finite, and, in 3-D, anywhere: negative, far and outside every maze."""
+    rng = np.random.default_rng(0)
+    steps = 62
+    positions = rng.uniform(-2, 34, (3, steps, ARGS.num_envs, env.position_size)).astype(np.float32)
+    positions[:, ::5] = np.round(positions[:, ::5] * 2) / 2  # on edges
+    positions[0, 7, 0, 0] = np.nan
+    positions[0, 8, 1, 1] = -np.inf
+    if env.position_size == 3:
+        positions[1] = rng.normal(size=positions[1].shape) * 300
+        positions[2, 3] *= 1e4
+        positions[2, 4] = -0.0
+    coverage = ctec.init_coverage(env)
+    expected = {}
+    for iteration, some in enumerate(positions, 1):
+        coverage = mark_visited(ARGS, env, coverage, jnp.int32(iteration), some)
+        for t, n in np.ndindex(some.shape[:2]):
+            if np.isfinite(some[t, n]).all():
+                step = ((iteration - 1) * steps + t + 1) * ARGS.num_envs
+                expected.setdefault(tuple(np.floor(some[t, n] / 0.5).astype(int).tolist()), step)
+    assert visited_bins(coverage) == expected
+    assert ctec.coverage_metrics(coverage)["coverage"] == len(expected) > 300
+
+
+def test_the_paper_s_number_of_bins_fits_the_hash_table():
+    places = np.unique(np.random.default_rng(0).integers((-600, -600, 0), (600, 600, 40), (135_000, 3)), axis=0)
+    positions = jnp.asarray(places * 0.5 + 0.25, jnp.float32)[None]
+    coverage = mark_visited(ARGS, Space(), ctec.init_coverage(Space()), jnp.int32(1), positions)
+    assert 0.9999 * len(places) <= ctec.coverage_metrics(coverage)["coverage"] <= len(places)
+
+
+def test_a_humanoid_outside_the_wall_counts():
+    env = ctec.make_env("humanoid_u_maze")
+    inside_and_outside = jnp.array([[[2.0, 2.0, 1.3], [-3.0, 25.0, 1.3]]])
+    coverage = ctec.mark_visited(ARGS, env, ctec.init_coverage(env), 1, inside_and_outside)
+    assert set(visited_bins(coverage)) == {(4, 4, 2), (-6, 50, 2)}
+
+
+def test_bins_of_the_mazes():
+    assert ctec.make_env("point_hardest_maze").grid_shape == (72, 96)
+    bins = {name: ctec.make_env(f"point_{name}_maze").free_bins for name in ctec.MAZES}
+    assert bins == {"u": 448, "large": 1664, "hardest": 2944}
+
+
+def test_displacement_by_hand():
+    batch = Batch(jnp.array([[1.0, 2, 9, 9], [0, 0, 9, 9], [5, 5, 9, 9]]), *[None] * 6)
+    future = jnp.array([[4.0, 6, 0, 0], [0, 1, 0, 0], [100, 100, 0, 0]])
+    moved = ctec.displacement(ENV, batch, Pairs(None, future, jnp.array([1.0, 1.0, 0.0])))
+    assert math.isclose(moved, (5 + 1) / 2, rel_tol=1e-6)
+    goal = ctec.displacement(ENV, batch, Pairs(None, future[:, :2], jnp.array([1.0, 0.0, 0.0])))
+    assert math.isclose(goal, 5.0, rel_tol=1e-6)
 
 
 def test_collect_counts_every_step_before_the_reset_and_resets_nothing_else(start):
     """Short episodes: what is stored must be a path of the true dynamics, and coverage must have each place on it."""
     args = dataclasses.replace(ARGS, unroll_length=30, episode_length=12)
-    state, frames = collect(args, ENV, start, jax.random.PRNGKey(0))
+    state, metrics, frames = collect(args, ENV, start.replace(iteration=jnp.int32(1)), jax.random.PRNGKey(0))
     obs = np.asarray(state.replay.obs[:30])
     action = np.asarray(state.replay.action[:30])
     truncated = np.asarray(state.replay.truncated[:30])
@@ -396,14 +467,15 @@ def test_collect_counts_every_step_before_the_reset_and_resets_nothing_else(star
     assert np.abs(obs[12, :, :2] - ENV.start).max() <= 0.1
     assert np.abs(obs[12] - obs[0]).max(axis=-1).min() > 1e-4  # new starts
 
-    bins = np.floor((after[..., :2] - ENV.low) / 0.5).astype(int)
-    expected = np.zeros(ENV.grid_shape, bool)
-    expected[bins[..., 0], bins[..., 1]] = True
-    np.testing.assert_array_equal(np.asarray(state.coverage.visited).reshape(ENV.grid_shape), expected)
-    assert state.coverage.outside == 0
+    bins = np.floor(after[..., :2] / 0.5).astype(int)
+    first = {}
+    for t, n in np.ndindex(30, 3):
+        first.setdefault(tuple(bins[t, n].tolist()), 3 * (t + 1))
+    assert visited_bins(state.coverage) == first
+    assert metrics == {"coverage": len(first), "episode_length": 12}
     assert frames.shape == (30, 3, 2)
 
-    counts = np.unique(np.floor((obs[..., :2].reshape(-1, 2) - ENV.low) / 0.5), axis=0, return_counts=True)[1]
+    counts = np.unique(np.floor(obs[..., :2].reshape(-1, 2) / 0.5), axis=0, return_counts=True)[1]
     p = counts / counts.sum()
     np.testing.assert_allclose(ctec.replay_entropy(ENV, state.replay), -(p * np.log(p)).sum(), rtol=1e-4)
 
@@ -415,8 +487,7 @@ class Walker:
     action_size = 1
     position_size = 2
     grid_shape = (3, 2)
-    low = np.array([0.0, 0.0])
-    high = np.array([1.5, 1.0])
+    grid_low = np.zeros(2, np.int32)
 
     def reset(self, key):
         place = jnp.stack([0.1 + 0.01 * jax.random.uniform(key), 0.25])
@@ -436,15 +507,13 @@ def test_collect_keeps_the_last_place_and_never_the_reset():
     args = dataclasses.replace(ARGS, num_envs=2, unroll_length=5, episode_length=100)
     state = ctec.init_state(args, env)
     broken = state.env.replace(physics=state.env.physics.at[1, 1].set(jnp.nan))
-    state, _ = collect(args, env, state.replace(env=broken), jax.random.PRNGKey(0))
+    state, metrics, _ = collect(args, env, state.replace(env=broken), jax.random.PRNGKey(0))
     terminated = np.asarray(state.replay.terminated[:5])
     assert terminated[:, 0].tolist() == [False, False, True, False, False]  # 0.5, 0.9, 1.3: dead
     assert terminated[:, 1].tolist() == [True, False, False, True, False]
     assert not state.replay.truncated.any()
-    visited = np.asarray(state.coverage.visited).reshape(env.grid_shape)
-    assert visited[:, 0].tolist() == [False, True, True]  # 1.3, before the reset; never the start
-    assert not visited[:, 1].any()
-    assert state.coverage.outside == 1  # the broken one
+    assert set(visited_bins(state.coverage)) == {(1, 0), (2, 0)}  # 1.3, before the reset; never the start
+    assert metrics == {"coverage": 2, "episode_length": (3 + 1 + 3) / 3}  # the broken one ends after its first step
     assert np.isfinite(state.replay.obs).all()
     ends = np.asarray(ctec.index_trajectories(state.replay).ends)[-5:]
     assert ends[:, 0].tolist() == [2, 2, 2, 4, 4]
@@ -462,11 +531,10 @@ def test_reward_map_is_the_mean_reward_of_the_replay_by_place(start):
         truncated=jnp.broadcast_to(last[:, None] == 1, (40, 3)),
         time=jnp.int32(40),
     )
-    values = np.asarray(ctec.reward_map(args, ENV, start.replace(replay=replay)))
+    values = ctec.reward_map(args, ENV, start.replace(replay=replay))
     pair = Pairs(jnp.append(places[0], jnp.zeros(2))[None], places[1:], jnp.ones(1))
-    expected = np.full(ENV.grid_shape, np.nan)
-    expected[12, 12] = ctec.intrinsic_reward(start.model.params, args, pair)[0]
-    np.testing.assert_allclose(values, expected, rtol=1e-3)  # a float32 sum of 2^15 rewards
+    reward = ctec.intrinsic_reward(start.model.params, args, pair)[0]
+    np.testing.assert_allclose(values, [[8, 8, reward]], rtol=1e-3)  # a float32 sum of 2^15 rewards
 
 
 def test_point_maze_physics():

@@ -70,9 +70,57 @@ def test_script_has_its_page(script):
     assert [heading for heading in headings(page.read_text()) if heading in HEADINGS] == HEADINGS
 
 
+def section(text, anchor):
+    """What stands under the heading with this anchor, up to the next heading of any level."""
+    for part in re.split(r"^(?=#+ )", text, flags=re.M):
+        if anchors(part) and anchors(part)[0] == anchor:
+            return part
+    raise KeyError(anchor)
+
+
+def explained(text):
+    """The names at the head of a list's items, in backticks and before a colon."""
+    items = re.findall(r"^- (`\w+`(?:,? `\w+`)*): \S", text, re.M)
+    return {name for names in items for name in re.findall(r"\w+", names)}
+
+
+def test_explanations_are_found():
+    page = "## One\n- `a`, `b`: words\n- `c` `d`: words\n`e`: no item\n- `f`:\n## Two: `x`\n- `g`: words\n"
+    assert explained(section(page, "one")) == {"a", "b", "c", "d"}
+    assert explained(section(page, "two-x")) == {"g"}
+    with pytest.raises(KeyError):
+        section(page, "three")
+
+
 @pytest.mark.parametrize("script", SCRIPTS, **by_name)
 def test_every_metric_is_explained(script):
-    page = (ROOT / "docs" / f"{script.stem}.md").read_text()
+    """By the script's page, or by those sections of runs.md to which its page sends the reader."""
+    own = section((ROOT / "docs" / f"{script.stem}.md").read_text(), anchors(f"# {HEADINGS[2]}")[0])
+    shared = (ROOT / "docs" / "runs.md").read_text()
+    found = explained(own).union(*(explained(section(shared, name)) for name in re.findall(r"runs\.md#([\w-]+)", own)))
     metrics = importlib.import_module(script.stem).METRICS
-    explained = page.split(HEADINGS[2])[-1].split(HEADINGS[3])[0]
-    assert metrics and not [name for name in metrics if f"`{name}`" not in explained]
+    assert metrics and not [name for name in metrics if name not in found]
+
+
+def test_docs_are_short():
+    assert sum(len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")) <= 20_000
+
+
+def sentences(text):
+    """The sentences of a page's prose: no code blocks, tables, headings or images; a link counts as its words."""
+    text = re.sub(r"```.*?```", "\n\n", text, flags=re.S)
+    text = re.sub(r"^[|#<].*$", "", text, flags=re.M)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    return [words for part in re.split(r"\n\s*\n|^- ", text, flags=re.M) for words in re.split(r"(?<=[.!?])\s+", part)]
+
+
+def test_sentences_are_found():
+    page = "# A. B\n\nOne two\nthree. [Four](x.md) five!\n\n| no. | no |\n\n```bash\nno. no\n```\n- Six\n- Seven 0.1\n"
+    assert [s.split() for s in sentences(page) if s.split()] == [
+        ["One", "two", "three."], ["Four", "five!"], ["Six"], ["Seven", "0.1"]
+    ]  # fmt: skip
+
+
+def test_readme_has_short_sentences():
+    long = [words for words in sentences((ROOT / "README.md").read_text()) if len(words.split()) > 35]
+    assert not long

@@ -39,6 +39,13 @@ def shaken(state, by):
     return state.replace(agent=state.agent.replace(params=params))
 
 
+def plain_distance(x, y):
+    """(...) of representations (..., features), by the array of all differences."""
+    x1, x2 = jnp.split(x, 2, axis=-1)
+    y1, y2 = jnp.split(y, 2, axis=-1)
+    return jnp.max(jax.nn.relu(x1 - y1), axis=-1) + jnp.sqrt(jnp.sum((x2 - y2) ** 2, axis=-1) + 1e-8)
+
+
 def numpy_distance(x, y):
     difference = np.asarray(x, float) - np.asarray(y, float)
     first, second = np.split(difference, 2)
@@ -49,18 +56,18 @@ def numpy_distance(x, y):
 def test_distance_by_hand():
     x = jnp.array([1.0, 2.0, 0.0, 3.0])
     y = jnp.array([0.0, 4.0, 0.0, -1.0])
-    np.testing.assert_allclose(etd.mrn_distance(x, y), 1 + 4)
-    np.testing.assert_allclose(etd.mrn_distance(y, x), 2 + 4)
+    both = jnp.stack([x, y])
+    np.testing.assert_allclose(etd.mrn_distance(both, both), [[1e-4, 1 + 4], [2 + 4, 1e-4]])
 
 
 def test_distance_is_a_quasimetric():
-    x, y, z = jax.random.normal(jax.random.PRNGKey(0), (3, 2000, 64))
+    x, y, z = jax.random.normal(jax.random.PRNGKey(0), (3, 100, 64))
     there = etd.mrn_distance(x, y)
-    back = etd.mrn_distance(y, x)
-    assert (there + etd.mrn_distance(y, z) >= etd.mrn_distance(x, z) - 1e-4).all()
+    back = etd.mrn_distance(y, x).T
+    assert (there[:, :, None] + etd.mrn_distance(y, z) >= etd.mrn_distance(x, z)[:, None] - 1e-4).all()
     assert (there > 0).all()
     assert jnp.mean(jnp.abs(there - back)) > 0.1
-    assert (etd.mrn_distance(x, x) <= 1.01e-4).all()  # the root of eps
+    assert (jnp.diag(etd.mrn_distance(x, x)) <= 1.01e-4).all()  # the root of eps
 
 
 def test_all_pairs_and_their_gradient():
@@ -69,10 +76,10 @@ def test_all_pairs_and_their_gradient():
     y = jax.random.normal(key_y, (9, 16)) + 30
     y = y.at[3].set(x[3] + 0.01)
     weight = jax.random.normal(key_weight, (7, 9))
-    plain = lambda x, y: etd.mrn_distance(x[:, None], y)
-    np.testing.assert_allclose(etd.mrn_pairs(x, y), plain(x, y), atol=1e-5)
-    np.testing.assert_allclose(jnp.diag(etd.mrn_pairs(x, x)), 1e-4, atol=1e-6)
-    ours = jax.jit(jax.grad(lambda x, y: jnp.sum(weight * etd.mrn_pairs(x, y)), (0, 1)))(x, y)
+    plain = lambda x, y: plain_distance(x[:, None], y)
+    np.testing.assert_allclose(etd.mrn_distance(x, y), plain(x, y), atol=1e-5)
+    np.testing.assert_allclose(jnp.diag(etd.mrn_distance(x, x)), 1e-4, atol=1e-6)
+    ours = jax.jit(jax.grad(lambda x, y: jnp.sum(weight * etd.mrn_distance(x, y)), (0, 1)))(x, y)
     theirs = jax.jit(jax.grad(lambda x, y: jnp.sum(weight * plain(x, y)), (0, 1)))(x, y)
     for a, b in zip(ours, theirs):
         np.testing.assert_allclose(a, b, atol=1e-4)
@@ -80,8 +87,15 @@ def test_all_pairs_and_their_gradient():
 
 def test_the_array_of_differences_is_never_made():
     x = jnp.zeros((512, 64))
-    compiled = jax.jit(jax.grad(lambda x, y: jnp.sum(etd.mrn_pairs(x, y)))).lower(x, x).compile()
+    compiled = jax.jit(jax.grad(lambda x, y: jnp.sum(etd.mrn_distance(x, y)))).lower(x, x).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * 512 * 512 * 10
+
+    args = small(num_envs=4, num_steps=128, memory_size=300, representation_size=64)
+    memory = etd.init_memory(args, ENV)
+    states = jnp.zeros((129, 4, 4))
+    reward = lambda params, memory: etd.etd_reward(params, args, states, jnp.zeros((128, 4), bool), memory)
+    compiled = jax.jit(reward).lower(encoder(args), memory).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 4 * 128 * (300 + 128) * 10
 
 
 def test_loss_by_hand():
@@ -147,6 +161,20 @@ def test_reward_against_a_plain_loop(memory, size):
     assert int(ring.overflow) == 48 - size  # those of the third environment
 
 
+@pytest.mark.parametrize(("number", "size", "largest"), [(12, 4, 4), (12, 8, 4), (7, 4, 1), (5, 9, 1)])
+def test_pieces_cover_all_rows_in_order(number, size, largest):
+    """Each row once and in its place, and never more than `size` of them at a time."""
+
+    def square(row):
+        return row["x"] ** 2 + row["y"].sum()
+
+    rows = {"x": jnp.arange(float(number)), "y": jnp.arange(2.0 * number).reshape(number, 2)}
+    made = etd.map_in_pieces(square, rows, size)
+    np.testing.assert_array_equal(made, np.arange(number) ** 2 + np.asarray(rows["y"]).sum(axis=1))
+    program = str(jax.make_jaxpr(lambda rows: etd.map_in_pieces(square, rows, size))(rows))
+    assert f"length={number // largest}" in program
+
+
 def test_memory_starts_with_the_first_state_and_nothing_of_the_last_episode():
     """After a reset onto a state of the episode before, the reward is measured from the new episode only."""
     args = small(num_envs=1, num_steps=4)
@@ -167,17 +195,17 @@ def test_memory_starts_with_the_first_state_and_nothing_of_the_last_episode():
 
 
 def test_standardisation_by_hand():
+    """The steps that are not known, whose rewards are 0, stay 0 and do not count: the others are 12 and 16, and then
+    10 and 18."""
     args = small(reward_momentum=0.9)
-    first = np.array([[1.0, 0.0], [3.0, 8.0]])
-    moments, scaled = etd.standardize(args, jnp.zeros(2), 1, jnp.asarray(first))
-    np.testing.assert_allclose(moments, [3, 9.5], rtol=1e-5)
-    np.testing.assert_allclose(scaled, (first - 3) / np.sqrt(9.5), atol=1e-5)
-    second = np.array([[2.0, 0.0], [2.0, 4.0]])
-    moments, scaled = etd.standardize(args, moments, 2, jnp.asarray(second))
-    mean = 0.9 * 3 + 0.1 * 2
-    variance = 0.9 * 9.5 + 0.1 * 2
-    np.testing.assert_allclose(moments, [mean, variance], rtol=1e-5)
-    np.testing.assert_allclose(scaled, (second - mean) / np.sqrt(variance), atol=1e-5)
+    known = jnp.array([[1.0, 0.0], [0.0, 1.0]])
+    moments, now, scaled = etd.standardize_known(args, jnp.zeros(2), 1, jnp.array([[12.0, 0.0], [0.0, 16.0]]), known)
+    np.testing.assert_allclose(moments, [14, 4])
+    np.testing.assert_allclose(scaled, [[-1, 0], [0, 1]], rtol=1e-6)
+    moments, now, scaled = etd.standardize_known(args, moments, 2, jnp.array([[10.0, 0.0], [0.0, 18.0]]), known)
+    np.testing.assert_allclose(now, [14, 16])
+    np.testing.assert_allclose(moments, [14, 5.2], rtol=1e-6)  # 0.9 * 4 + 0.1 * 16
+    np.testing.assert_allclose(scaled, [[-4 / 5.2**0.5, 0], [0, 4 / 5.2**0.5]], rtol=1e-6)
 
 
 def fewest_steps(env):
@@ -227,7 +255,7 @@ def test_distance_grows_with_the_number_of_steps():
     here = draw()
     there = draw()
     position = np.asarray(obs)[..., :2]
-    bins = np.floor((position - ENV.low) / etd.BIN).astype(int)
+    bins = np.floor(position / etd.BIN).astype(int) - ENV.grid_low
     shortest = fewest_steps(ENV)
     steps = np.array([shortest(i, j) for i, j in zip(bins[here], bins[there])])
     crow = np.linalg.norm(position[here] - position[there], axis=-1)
@@ -238,7 +266,7 @@ def test_distance_grows_with_the_number_of_steps():
 
     def learned():
         z = embed(model.params, args, obs)
-        return np.asarray(etd.mrn_distance(z[here], z[there]))
+        return np.asarray(plain_distance(z[here], z[there]))
 
     before = learned()
     for key in jax.random.split(key_learn, 1000):
@@ -251,10 +279,12 @@ def test_distance_grows_with_the_number_of_steps():
 
 # -------------------------------------------------------------------------------------------------------- C-TeC
 @pytest.mark.parametrize("similarity", ["l1", "l2"])
-def test_ctec_loss_and_reward_by_hand(similarity):
-    args = small(
-        bonus="ctec", similarity=similarity, logsumexp_penalty=0.1, gamma_cl=1e-9
-    )  # the future is the next state
+@pytest.mark.parametrize("temperature", ["phi", "logits"])
+def test_ctec_loss_and_reward_by_hand(similarity, temperature):
+    """tau is 1/2: phi is doubled before the distance, in loss and reward, or the loss's similarity is. With gamma_cl
+    near 0 the future is the next state."""
+    forms = dict(similarity=similarity, temperature=temperature)
+    args = small(bonus="ctec", logsumexp_penalty=0.1, gamma_cl=1e-9, **forms)
     key_phi, key_psi, key_states, key_action = jax.random.split(jax.random.PRNGKey(0), 4)
     network = etd.MLP(16, 8)
     phi_params = network.init(key_phi, jnp.zeros(6))
@@ -270,10 +300,11 @@ def test_ctec_loss_and_reward_by_hand(similarity):
     raw_phi = network.apply(phi_params, state_action)
     raw_psi = network.apply(psi_params, states[1:])
     order = {"l1": 1, "l2": 2}[similarity]
+    factor = {"phi": 2.0, "logits": 1.0}[temperature]  # of phi
     for mode, features in {"batch": over_rollout, "unit": unit}.items():
         changed = dataclasses.replace(args, reward_features=mode)
         reward = etd.ctec_reward(params, changed, key_states, states, action, done)
-        distance = np.linalg.norm(features(raw_phi) - features(raw_psi), ord=order, axis=-1)
+        distance = np.linalg.norm(factor * features(raw_phi) - features(raw_psi), ord=order, axis=-1)
         np.testing.assert_allclose(reward, np.where(done, 0, distance), atol=1e-5)
         inputs = (key_states, states, action, done, None)
         assert_none_changed(etd.intrinsic_reward(params, changed, *inputs), (reward, None))
@@ -282,7 +313,7 @@ def test_ctec_loss_and_reward_by_hand(similarity):
     psi = unit(raw_psi)
 
     pairs = Pairs(state_action[:, 0], states[1:, 0], jnp.array([1.0, 0, 1]))
-    logits = -np.linalg.norm(phi[:, 0][:, None] - psi[:, 0], ord=order, axis=-1) / 0.5
+    logits = -np.linalg.norm(factor * phi[:, 0][:, None] - psi[:, 0], ord=order, axis=-1) * 2.0 / factor
     lse = np.log(np.exp(logits).sum(axis=1))
     expected = (lse - np.diag(logits) + 0.1 * lse**2)[[0, 2]].mean()
     loss, metrics = etd.ctec_loss(params, args, pairs)
@@ -335,19 +366,18 @@ def test_ppo_loss_by_hand():
     u = actions.sample(key_action, output)
     ratio = np.array([1.5, 0.5, 1.1])
     advantage = np.array([2.0, -1.0, 0.5])
-    old_value = np.array([1.0, 2.0, 3.0])
     rollout = Rollout(
         obs=obs,
         action=u,
         log_prob=actions.log_prob(output, u) - jnp.log(ratio),
-        value=jnp.asarray(old_value),
+        value=None,
         done=None,
         final_value=None,
     )
-    loss, metrics = etd.ppo_rows_loss(params, args, ENV, rollout, jnp.asarray(advantage))
-    a = (advantage - advantage.mean()) / advantage.std()
-    policy_loss = -np.minimum(ratio * a, np.clip(ratio, 0.8, 1.2) * a).mean()
-    value_loss = 0.5 * ((np.asarray(value) - advantage - old_value) ** 2).mean()
+    target = np.array([3.0, 1.0, 3.5])
+    loss, metrics = etd.ppo_rows_loss(params, args, ENV, rollout, jnp.asarray(advantage), jnp.asarray(target))
+    policy_loss = -np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage).mean()
+    value_loss = 0.5 * ((np.asarray(value) - target) ** 2).mean()
     expected = policy_loss + 0.5 * value_loss - 0.01 * actions.entropy(output).mean()
     np.testing.assert_allclose(loss, expected, atol=1e-4)
     np.testing.assert_allclose(metrics["clipped"], 2 / 3, rtol=1e-6)
@@ -359,8 +389,8 @@ def test_collect_counts_places_and_values_what_was_cut_off():
     """Episodes of 5 steps in a rollout of 16: the state after a cut is valued before the reset, and every place is
     counted."""
     args = small(episode_length=5)
-    state = shaken(etd.init_state(args, ENV), 0.3)
-    after, rollout, _ = collect(args, ENV, state, jax.random.PRNGKey(3))
+    state = shaken(etd.init_state(args, ENV), 0.3).replace(iteration=jnp.int32(1))
+    after, rollout, metrics, _ = collect(args, ENV, state, jax.random.PRNGKey(3))
     done = np.asarray(rollout.done)
     age = np.asarray(state.episode_step) + np.arange(1, 17)[:, None]
     assert len(set(age[0])) > 2  # the first episodes are staggered
@@ -374,9 +404,11 @@ def test_collect_counts_places_and_values_what_was_cut_off():
     np.testing.assert_allclose(rollout.final_value, np.where(done, value, 0.0), rtol=1e-4)
     goes_on = ~done[:-1]
     np.testing.assert_allclose(np.asarray(reached)[:-1][goes_on], np.asarray(rollout.obs)[1:][goes_on], atol=1e-5)
-    places = set(np.asarray(etd.bin_index(ENV, reached)).ravel())
-    assert set(np.flatnonzero(after.success.visited)) == places
-    assert int(after.success.outside) == 0
+    places = np.floor(np.asarray(reached)[..., :2] / etd.BIN).reshape(-1, 2)
+    visited = after.success.place[after.success.first_visit < etd.NEVER]
+    assert set(map(tuple, visited.tolist())) == set(map(tuple, places.tolist()))
+    assert metrics["coverage"] == len(visited)
+    assert metrics["episode_length"] == 5
 
 
 def test_a_step_that_ends_badly():
@@ -391,7 +423,7 @@ def test_a_step_that_ends_badly():
     args = small()
     env = Fragile("u")
     state = shaken(etd.init_state(args, env), 0.5)
-    after, rollout, _ = collect(args, env, state, jax.random.PRNGKey(0))
+    after, rollout, *_ = collect(args, env, state, jax.random.PRNGKey(0))
     bad = np.asarray((jnp.tanh(rollout.action) > 0.9).any(axis=-1))
     assert bad.sum() > 3
     assert np.asarray(rollout.done)[bad].all()
@@ -404,10 +436,10 @@ def test_a_step_that_ends_badly():
 def test_update_against_its_parts(bonus):
     """One gradient step with the whole rollout, so that the losses are those before any change. The pairs are each
     step and its next state (gamma_cl near 0); the advantages are of the standardised reward plus the discounted value
-    after a cut."""
+    after a cut. An episode's last step, of reward 0, is left out of the mean and deviation, and stays 0."""
     args = small(bonus=bonus, episode_length=5, update_epochs=1, batch_size=8 * 16, gamma_cl=1e-9)
     state = shaken(etd.init_state(args, ENV), 0.1).replace(iteration=jnp.int32(1))
-    played, rollout, _ = collect(args, ENV, state, jax.random.PRNGKey(0))
+    played, rollout, *_ = collect(args, ENV, state, jax.random.PRNGKey(0))
     after, metrics = update(args, ENV, played, rollout, jax.random.PRNGKey(1))
 
     states = jnp.concatenate([rollout.obs, played.env.obs[None]])
@@ -423,9 +455,12 @@ def test_update_against_its_parts(bonus):
         reward = etd.ctec_reward(params, args, jax.random.PRNGKey(2), states, action, rollout.done)
         assert after.memory is None and "memory_overflow" not in metrics
     reward = np.asarray(reward)
-    np.testing.assert_allclose(after.reward_moments, [reward.mean(), reward.var()], rtol=1e-3)
+    assert (reward[done] == 0).all() and done.sum() > 20
+    mean = reward[~done].mean()
+    deviation = reward[~done].std()
+    np.testing.assert_allclose(after.reward_moments, [mean, deviation**2], rtol=1e-3)
 
-    scaled = (reward - reward.mean()) / reward.std() + args.gamma * np.asarray(rollout.final_value)
+    scaled = np.where(done, 0.0, (reward - mean) / deviation) + args.gamma * np.asarray(rollout.final_value)
     value = np.asarray(rollout.value)
     next_value = np.asarray(etd.ActorCritic(16, 4).apply(state.agent.params, states[-1])[1])
     advantage = np.zeros(done.shape, np.float32)
@@ -438,19 +473,54 @@ def test_update_against_its_parts(bonus):
         next_value = value[t]
 
     flat = lambda x: jnp.reshape(x, (-1, *x.shape[2:]))
-    _, expected = etd.ppo_rows_loss(state.agent.params, args, ENV, jax.tree.map(flat, rollout), flat(advantage))
+    target = advantage + value
+    advantage = (advantage - advantage.mean()) / advantage.std()
+    inputs = jax.tree.map(flat, (rollout, advantage, target))
+    _, expected = etd.ppo_rows_loss(state.agent.params, args, ENV, *inputs)
     obs = flat(rollout.obs)
     anchor = obs if bonus == "etd" else jnp.concatenate([obs, flat(action)], axis=-1)
     future = jnp.where(done[..., None], states[:-1], states[1:])
     loss_fn = etd.etd_loss if bonus == "etd" else etd.ctec_loss
     expected |= loss_fn(params, args, Pairs(anchor, flat(future), 1.0 - flat(done)))[1]
-    expected |= {"reward_mean": reward.mean(), "reward_std": reward.std()}
+    expected |= {"reward_mean": mean, "reward_std": deviation}
     for name, x in expected.items():
         atol = 0.03 if name == "accuracy" else 1e-4  # a few of 103 rows have two logits that rounding exchanges
         np.testing.assert_allclose(metrics[name], x, rtol=1e-3, atol=atol, err_msg=name)
     assert set(metrics) - set(expected) <= {"memory_overflow"}
     assert_all_changed(state.agent.params, after.agent.params)
     assert_all_changed(params, after.model.params)
+
+
+def test_advantages_are_normalised_over_the_rollout(monkeypatch):
+    """What the gradient steps of an epoch get, together: mean 0 and deviation 1. A batch alone has others. The targets
+    of the values are not normalised."""
+    args = small(update_epochs=1, episode_length=5, batch_size=32)
+    state = shaken(etd.init_state(args, ENV), 0.1).replace(iteration=jnp.int32(1))
+    played, rollout, *_ = collect(args, ENV, state, jax.random.PRNGKey(0))
+    loss = etd.ppo_rows_loss
+
+    def loss_and_inputs(params, args, env, rollout, advantage, target):
+        value, metrics = loss(params, args, env, rollout, advantage, target)
+        moments = (advantage.mean(), jnp.mean(advantage**2), jnp.var(advantage), jnp.mean(target - rollout.value))
+        return value, metrics | dict(zip(("mean", "square", "variance_of_batch", "raw_mean"), moments))
+
+    monkeypatch.setattr(etd, "ppo_rows_loss", loss_and_inputs)
+    _, metrics = etd.update(args, ENV, played, rollout, jax.random.PRNGKey(1))
+    np.testing.assert_allclose(metrics["mean"], 0, atol=1e-5)
+    np.testing.assert_allclose(metrics["square"], 1, rtol=1e-4)
+    assert metrics["variance_of_batch"] < 0.999
+    assert abs(metrics["raw_mean"]) > 0.1
+
+
+def test_encoders_and_agent_have_step_sizes_of_their_own():
+    """Adam's first step changes a parameter by its step size, or, where the gradient is as small as eps, by less."""
+    args = small(update_epochs=1, batch_size=8 * 16, learning_rate=3e-3, encoder_learning_rate=1e-4)
+    state = shaken(etd.init_state(args, ENV), 0.1).replace(iteration=jnp.int32(1))
+    played, rollout, *_ = collect(args, ENV, state, jax.random.PRNGKey(0))
+    after, _ = update(args, ENV, played, rollout, jax.random.PRNGKey(1))
+    largest = lambda a, b: max(float(jnp.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
+    np.testing.assert_allclose(largest(state.agent.params, after.agent.params), 3e-3, rtol=0.02)
+    np.testing.assert_allclose(largest(state.model.params, after.model.params), 1e-4, rtol=0.02)
 
 
 # --------------------------------------------------------------------------------------------------- whole runs
@@ -474,7 +544,7 @@ def test_a_run_and_the_same_run_resumed(changes, tmp_path, capsys):
     table = rows(whole["folder"])
     assert len(table) == 6
     assert whole["coverage"] >= float(table[0]["coverage"]) > 0
-    other = {*etd.ACHIEVEMENTS, "achievements", "crafter_score", "episodes", "episode_length"}
+    other = {*etd.ACHIEVEMENTS, "achievements", "crafter_score", "episodes"}
     other |= {"tau"} if args.bonus == "etd" else {"memory_overflow"}
     for row in table:  # from the first iteration on, all that this bonus and this environment have
         assert {name for name, value in row.items() if value == ""} == other
@@ -546,5 +616,6 @@ def test_presets_can_run():
             etd.check_etd_args(args)
             assert args.batch_size <= args.num_envs * args.num_steps
             assert args.memory_size >= args.num_steps
+            assert (args.num_envs, args.num_steps) == {"paper": (256, 512), "laptop": (32, 512)}[preset]
     assert etd.parse_args(["--env", "craftax_classic"]).similarity == "l2"
-    assert etd.parse_args(["--env", "humanoid_u_maze"]).num_envs == 256
+    assert etd.parse_args(["--env", "humanoid_u_maze"]).batch_size == 256

@@ -64,8 +64,9 @@ def test_a_study_from_end_to_end(monkeypatch, tmp_path):
     monkeypatch.setitem(reproduce.STUDIES, "tiny", reproduce.Study("tiny", methods, seeds=(1,), pictures=kinds))
     places = dict(run_dir=tmp_path / "runs", results_dir=tmp_path / "results", docs_dir=tmp_path / "docs")
     assert reproduce.main(reproduce.Args(studies=("tiny",), jobs=1, **places)) == 0
-    files = {"tiny.png", "tiny_correlations.png", "tiny_maps.png", "results.md"}
-    assert {path.name for path in (tmp_path / "docs").iterdir()} == files
+    files = {"results.md", "images/tiny.png", "images/tiny_correlations.png", "images/tiny_maps.png"}
+    docs = tmp_path / "docs"
+    assert {str(path.relative_to(docs)) for path in docs.rglob("*") if path.is_file()} == files
     with open(tmp_path / "results" / "tiny.csv") as file:
         rows = list(csv.DictReader(file))
     values = {}

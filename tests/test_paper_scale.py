@@ -30,6 +30,18 @@ def test_products_and_steps_by_hand():
     assert work == paper_scale.Work(flops=96.0 * (5 * (6 + 2) + 1), steps=5 * (1 + 2), calls=1)
 
 
+def test_of_branches_for_platforms_the_gpus_counts():
+    x = jnp.ones((4, 4))
+    once = lambda x: x @ x  # 2 * 4 * 4 * 4 = 128
+    thrice = lambda x: x @ x @ x @ x
+    work = lambda **branches: paper_scale.count(
+        jax.make_jaxpr(lambda x: jax.lax.platform_dependent(x, **branches))(x).jaxpr
+    )
+    assert work(cpu=thrice, default=once).flops == 128
+    assert work(cuda=once, default=thrice).flops == 128
+    assert work(tpu=once, default=thrice).flops == 3 * 128
+
+
 def test_a_configuration_from_end_to_end(capsys):
     sizes = """--env point_u_maze --num-envs 8 --unroll-length 16 --episode-length 33 --replay-size 64 --batch-size 32
         --learning-starts 32 --multiplier 0.5 --agent-width 16 --encoder-width 16 --representation-size 8"""

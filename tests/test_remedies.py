@@ -1,11 +1,14 @@
 """benchmarks/remedies.py: what each change does to a batch, a loss or a reward."""
 
+import dataclasses
+import functools
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from test_ctec_sac_brax import ARGS, ENV, filled_replay, numpy_encode, random_pairs
 
 import ctec_sac_brax as ctec
@@ -26,7 +29,9 @@ def test_transitions_are_recent_and_negatives_of_all_times():
     np.testing.assert_array_equal(pairs.positive[:, 1], batch.env)
 
 
-def test_loss_with_negatives_against_numpy():
+@pytest.mark.parametrize("temperature", ["phi", "logits"])
+def test_loss_with_negatives_against_numpy(temperature):
+    args = dataclasses.replace(ARGS, temperature=temperature)
     pairs = random_pairs([1.0, 1, 1, 1, 1, 0])
     negative = jax.random.normal(jax.random.PRNGKey(5), (6, 4))
     params = ctec.init_state(ARGS, ENV).model.params | {"log_tau": jnp.log(2.0)}
@@ -34,12 +39,13 @@ def test_loss_with_negatives_against_numpy():
     phi = unit(numpy_encode(params["phi"], pairs.anchor))
     psi = unit(numpy_encode(params["psi"], pairs.positive))
     other = unit(numpy_encode(params["psi"], negative))
-    own = -np.abs(phi - psi).sum(axis=1) / 2
-    others = -np.abs(phi[:, None] - other).sum(axis=-1) / 2
+    of_phi, of_logits = (2, 1) if temperature == "phi" else (1, 2)
+    own = -np.abs(phi / of_phi - psi).sum(axis=1) / of_logits
+    others = -np.abs(phi[:, None] / of_phi - other).sum(axis=-1) / of_logits
     lse = np.log(np.exp(own) + np.exp(others).sum(axis=1))
-    expected = (lse - own + ARGS.logsumexp_penalty * lse**2)[:5].mean()
+    expected = (lse - own + args.logsumexp_penalty * lse**2)[:5].mean()
     with_negatives = remedies.PairsWithNegatives(**vars(pairs), negative=negative)
-    np.testing.assert_allclose(remedies.loss_with_negatives(params, ARGS, with_negatives)[0], expected, rtol=1e-4)
+    np.testing.assert_allclose(remedies.loss_with_negatives(params, args, with_negatives)[0], expected, rtol=1e-4)
 
 
 def test_deviation_of_the_reward():
@@ -71,7 +77,9 @@ def test_a_quarter_of_the_encoder_steps():
 
     @jax.jit
     def learns(key):
-        _, model = remedies.update_with_fewer_encoder_steps(ARGS, ENV, replay, state.agent, state.model, key)[0]
+        models, metrics = remedies.update_with_fewer_encoder_steps(ARGS, ENV, replay, state.agent, state.model, key)
+        assert set(metrics) == set(jax.eval_shape(functools.partial(ctec.update, ARGS, ENV), replay, *models, key)[1])
+        model = models[1]
         first_layer = lambda model: model.params["phi"]["params"]["Dense_0"]["kernel"]
         return jnp.any(first_layer(model) != first_layer(state.model))
 

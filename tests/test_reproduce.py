@@ -28,15 +28,19 @@ FAKE = '''
 """What reproduce.py sees of a script: its folder, its files, --resume, SIGTERM, exit codes."""
 import argparse, json, signal, sys, time
 from pathlib import Path
+import numpy as np
 
 parser = argparse.ArgumentParser()
-for name, default in dict(env="", seed=0, run_dir="", resume="", rows=20, pause=0.0, crash=0).items():
+for name, default in dict(env="", seed=0, run_dir="", resume="", rows=20, pause=0.0, crash=0, save=0).items():
     parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
 args = parser.parse_args()
-if args.resume:
+resumed = bool(args.resume)
+if resumed:
     folder = Path(args.resume)
     args = argparse.Namespace(**json.loads((folder / "args.json").read_text()))
-    done = int((folder / "checkpoint.npz").read_text())
+    done = int(np.load(folder / "checkpoint.npz")["iteration"])
+    rows = (folder / "metrics.csv").read_text().splitlines(keepends=True)
+    (folder / "metrics.csv").write_text("".join(rows[: done + 1]))
 else:
     folder = Path(args.run_dir) / f"{args.env}__fake__{args.seed}__{time.time()}"
     folder.mkdir(parents=True)
@@ -49,10 +53,10 @@ for row in range(done + 1, args.rows + 1):
     time.sleep(args.pause)
     with open(folder / "metrics.csv", "a") as file:
         file.write(f"{row},{10 * row},{row},{100 + args.seed},{row * args.seed}\\n")
-    if row == args.crash:
+    if row == args.crash and not resumed:
         raise ValueError("the fake crashes here")
-    if stop or row == args.rows:
-        (folder / "checkpoint.npz").write_text(str(row))
+    if stop or row in (args.save, args.rows):
+        np.savez(folder / "checkpoint.npz", iteration=row)
     if stop:
         sys.exit(143)
 '''
@@ -104,17 +108,17 @@ def test_a_study_from_nothing_to_table_csv_and_picture(monkeypatch, tmp_path, ca
     blob = subprocess.run(["git", "hash-object", "ctec_sac_brax.py"], cwd=ROOT, capture_output=True, text=True).stdout
     assert not blob or blob.startswith(Run(methods[0], 3, args.run_dir).version)
     assert "no_bonus" in str(Run(methods[1], 3, args.run_dir).script_folder("metrics.csv"))
-    assert (tmp_path / "docs" / "tiny.png").stat().st_size > 10_000
+    assert (tmp_path / "docs" / "images" / "tiny.png").stat().st_size > 10_000
     page = (tmp_path / "docs" / "results.md").read_text()
-    assert "<!-- reproduce:tiny -->" in page and "![tiny](tiny.png)" in page
+    assert "<!-- reproduce:tiny -->" in page and "![tiny](images/tiny.png)" in page
 
     # a second call runs nothing; without the runs, everything is drawn again from the csv
     monkeypatch.setattr(reproduce, "start", None)
     assert reproduce.main(args) == 0
     shutil.rmtree(args.run_dir)
-    (tmp_path / "docs" / "tiny.png").unlink()
+    (tmp_path / "docs" / "images" / "tiny.png").unlink()
     assert reproduce.main(Args(studies=("tiny",), plot=True, **folders(tmp_path))) == 0
-    assert (tmp_path / "docs" / "tiny.png").exists()
+    assert (tmp_path / "docs" / "images" / "tiny.png").exists()
     assert (tmp_path / "docs" / "results.md").read_text() == page
     assert report.section("tiny", study, rows) in page
 
@@ -181,6 +185,17 @@ def test_a_run_that_crashes_is_reported_and_the_others_finish(fake, monkeypatch,
     assert report.values_at(report.curves(rows, "point_u_maze", "APT", "coverage")) == {1: 20.0, 2: 40.0}
 
 
+def test_a_run_killed_between_its_last_row_and_its_last_checkpoint_goes_on(fake, monkeypatch, tmp_path):
+    study = add_study(monkeypatch, "killed", fake_method("RND", "--rows 20 --save 10 --crash 20"), seeds=(1,))
+    args = Args(studies=("killed",), jobs=1, **folders(tmp_path))
+    (run,) = reproduce.select_runs(args, study)
+    assert reproduce.main(args) == 1
+    assert run.fraction == 1.0 and not run.finished and "--resume" in run.command()
+    assert not (args.results_dir / "killed.csv").exists()
+    assert reproduce.main(args) == 0 and run.finished
+    assert reproduce.saved_iteration(run.script_folder(reproduce.CHECKPOINT) / reproduce.CHECKPOINT) == 20
+
+
 def test_one_process_a_run(fake, monkeypatch, tmp_path, capsys):
     study = add_study(monkeypatch, "locked", fake_method("RND", "--pause 0.05"), seeds=(1,))
     args = Args(studies=("locked",), jobs=1, **folders(tmp_path))
@@ -215,14 +230,10 @@ def test_cores_and_gpus(monkeypatch):
     assert len(slots) == len(cores) + 1 and slots[0] == slots[-1] and dict(slots[0].env)["JAX_PLATFORMS"] == "cpu"
     if shutil.which("taskset"):
         assert [slot.prefix for slot in slots[:-1]] == [("taskset", "-c", str(core)) for core in cores]
-    emitters = "--xla_cpu_use_fusion_emitters=false"
-    flags = {"point_u_maze": emitters, "ant_u_maze": f"{emitters} --xla_cpu_experimental_ynn_fusion_type="}
-    for env, expected in flags.items():
-        run = Run(Method("C-TeC", "ctec_sac_brax", f"--env {env}", 1), 1, Path())
-        monkeypatch.delenv("XLA_FLAGS", raising=False)
-        assert slots[0].variables(run) == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": expected}
-        monkeypatch.setenv("XLA_FLAGS", "--mine")  # is inherited
-        assert slots[0].variables(run) == {"JAX_PLATFORMS": "cpu"}
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert slots[0].variables() == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
+    monkeypatch.setenv("XLA_FLAGS", "--mine")  # is inherited
+    assert slots[0].variables() == {"JAX_PLATFORMS": "cpu"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     alone = [dict(slot.env) for slot in reproduce.local_slots(Args(), "gpu")]
     assert alone == [{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "5"}]
@@ -252,10 +263,10 @@ def test_submitit_resumes_at_the_time_limit(fake, tmp_path):
     """The signal of the time limit: the run saves its checkpoint, the job is requeued and goes on."""
     args = cluster_args(tmp_path, runs_per_gpu=2)
     submitit = reproduce.import_submitit()
-    method = fake_method("RND", "--rows 40 --pause 0.1")
+    method = fake_method("RND", "--rows 40 --pause 0.3")
     runs = [Run(method, seed, args.run_dir) for seed in (1, 2)]
     executor = submitit.LocalExecutor(folder=tmp_path / "jobs", max_num_timeout=3)
-    executor.update_parameters(timeout_min=5 / 60, signal_delay_s=3)  # the signal comes after two seconds
+    executor.update_parameters(timeout_min=16 / 60, signal_delay_s=8)  # the signal comes after eight seconds
     (job,) = reproduce.submit(executor, reproduce.cluster_jobs(args, runs, "gpu"))
     assert set(job.result()) == {run.name for run in runs}
     for run in runs:
@@ -309,6 +320,17 @@ def test_interquartile_mean_and_bootstrap_by_hand():
     low, high = report.interval(report.bootstrap([values], 500))  # for each row by itself
     assert low.shape == (3,) and np.all(low < report.interquartile_mean(values))
     assert np.all(high > report.interquartile_mean(values)) and np.all(high - low < 0.4)
+
+
+def test_interquartile_means_and_intervals_are_rliables():
+    from rliable import library, metrics
+
+    scores = np.random.default_rng(0).normal(size=(10, 3)) + np.arange(3)  # (runs, tasks)
+    iqm = lambda scores: np.array([metrics.aggregate_iqm(scores)])
+    points, intervals = library.get_interval_estimates({"C-TeC": scores}, iqm, reps=2000)
+    np.testing.assert_allclose(report.interquartile_mean(scores.ravel()), points["C-TeC"][0])
+    ours = report.interval(report.bootstrap(list(scores.T)))  # 0.59 wide; unstratified 0.82
+    np.testing.assert_allclose(ours, intervals["C-TeC"].ravel(), atol=0.05)
 
 
 def made_up_rows(study, name, seeds, means, steps=(10, 20, 30)):
@@ -420,6 +442,12 @@ def test_the_curves_of_diagnostics_are_kept(fake, monkeypatch, tmp_path):
     assert report.pictures("diagnosed", study, rows) == ["diagnosed.png", "diagnosed_diagnostics.png"]
 
 
+def test_the_mean_over_the_last_fifth_of_a_run():
+    table = [{"steps": str(step), "at_tv": str(step / 100)} for step in (10, 20, 30, 40, 50, 60, 70, 80, 90, 100)]
+    assert reproduce.last_value(table, "at_tv") == "1.0"
+    np.testing.assert_allclose(reproduce.last_value(table, "at_tv_last_fifth"), (0.9 + 1.0) / 2)
+
+
 def test_every_method_has_its_own_colour_and_achievements_are_the_scripts():
     import random_craftax
 
@@ -435,7 +463,7 @@ def test_the_page_says_what_the_csv_files_say():
         if study.on_page:
             rows = report.read_csv(ROOT / "results" / f"{name}.csv")
             assert f"<!-- reproduce:{name} -->\n{report.section(name, study, rows)}<!-- /reproduce:{name} -->" in text
-            assert all((ROOT / "docs" / picture).exists() for picture in report.pictures(name, study, rows))
+            assert all((ROOT / "docs" / "images" / picture).exists() for picture in report.pictures(name, study, rows))
     assert {path.stem for path in (ROOT / "results").glob("*.csv")} <= set(reproduce.STUDIES)
 
 

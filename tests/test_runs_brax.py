@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import zlib
 from pathlib import Path
@@ -44,9 +45,9 @@ TEMPLATE = jax.eval_shape(lambda: ctec.init_state(ctec.Args(**SMALL), ctec.make_
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """One run that nobody disturbs."""
-    maps = ctec.reward_map._cache_size()
+    maps = ctec.sample_rewards._cache_size()
     end = ctec.main(ctec.Args(run_dir=str(tmp_path_factory.mktemp("runs")), **SMALL))
-    assert ctec.reward_map._cache_size() == maps + 1  # compiled once in a run
+    assert ctec.sample_rewards._cache_size() == maps + 1  # compiled once in a run
     return end
 
 
@@ -65,7 +66,9 @@ def test_what_a_run_leaves(finished):
     assert folder.name.startswith("point_u_maze__ctec_sac_brax__1__")
     assert json.loads((folder / "args.json").read_text())["num_envs"] == 8
     with np.load(folder / "coverage.npz") as coverage:
-        assert coverage["visited"].sum() == finished["coverage"] > 0
+        assert len(coverage["first_visit"]) == len(coverage["place"]) == finished["coverage"] > 0
+        for row in rows(folder):  # the curve is in the steps of the first visits
+            assert np.sum(coverage["first_visit"] <= int(row["steps"])) == float(row["coverage"])
     with np.load(folder / "reward_map.npz") as maps:
         assert len(maps.files) == 5 and all(np.isfinite(maps[at]).any() for at in maps.files)
     for picture in pictures:
@@ -79,10 +82,12 @@ def test_metrics_have_a_row_an_iteration_and_values_from_the_first_update_on(fin
     assert float(table[-1]["coverage"]) == finished["coverage"]
     with open(Path(finished["folder"]) / "metrics.csv", newline="") as file:
         assert next(csv.reader(file)) == ctec.METRICS
-    without = {"iteration", "steps", "coverage", "outside", "replay_entropy", "parameter_norm"}  # known at once
+    without = {"iteration", "steps", "coverage", "replay_entropy", "parameter_norm"}  # known at once
+    ended = "episode_length"  # episodes have 33 steps: one ends in every second or third iteration
+    assert [float(row[ended]) for row in table if row[ended]] == [33] * 5 and table[2][ended] and not table[3][ended]
     for i, row in enumerate(table, 1):
-        filled = {name for name, value in row.items() if value != ""}
-        assert filled == (set(row) if i >= 3 else without)  # 40 steps are there after the third 16
+        filled = {name for name, value in row.items() if value != ""} - {ended}
+        assert filled == (set(row) - {ended} if i >= 3 else without)  # 40 steps are there after the third 16
         assert all(np.isfinite(float(row[name])) for name in filled)
 
 
@@ -106,12 +111,17 @@ def test_every_parameter_changes_and_no_type_does(finished):
 
 
 def test_a_robot_leaves_a_page_for_the_viewer(tmp_path):
-    """rollout.html holds the poses of the last steps, and coverage.png the projection of a 3-D grid."""
+    """rollout.html holds the poses of the last steps; coverage.png shows the bins from above, outside the maze too, but
+    none that is kilometres away."""
     args = ctec.Args(env="humanoid_u_maze", episode_length=3)
     env = ctec.make_env("humanoid_u_maze")
     first = jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.PRNGKey(0), 2))
     frames = [jax.tree.map(lambda x, i=i: np.asarray(x)[None] + i, env.frame(first.physics)) for i in range(4)]
-    ctec.save_coverage(args, env, tmp_path, np.arange(np.prod(env.grid_shape)) % 3 == 0, 8, frames)
+    places = jnp.array([[[2.0, 2, 1], [2, 2, 2], [30, -20, 1], [9e8, 0, 1]]])
+    coverage = ctec.mark_visited(args, env, ctec.init_coverage(env), 1, places)
+    ctec.save_coverage(args, env, tmp_path, coverage, 8, frames)
+    with np.load(tmp_path / "coverage.npz") as saved:
+        assert len(saved["place"]) == 4
     page = (tmp_path / "rollout.html").read_text()
     system = json.loads(zlib.decompress(base64.b64decode(re.search(r"[A-Za-z0-9+/=]{1000,}", page).group())))
     poses = np.array([x["pos"] for x in system["states"]["x"]])
@@ -122,7 +132,7 @@ def test_a_robot_leaves_a_page_for_the_viewer(tmp_path):
 
 
 def test_the_arm_from_end_to_end_with_the_position_as_future(tmp_path):
-    """psi sees the cube's three coordinates, and the reward map is the projection of a 3-D grid."""
+    """psi sees the cube's three coordinates, and the reward map is seen from above."""
     sizes = dict(num_envs=4, unroll_length=4, total_timesteps=4 * 4 * 5, replay_size=20, learning_starts=8)
     args = ctec.Args(**SMALL | sizes | dict(env="arm_binpick_hard", future_state="goal", run_dir=str(tmp_path)))
     end = ctec.main(args)
@@ -134,7 +144,7 @@ def test_the_arm_from_end_to_end_with_the_position_as_future(tmp_path):
     assert (first_layer("phi"), first_layer("psi")) == (env.state_size + env.action_size, 3)
     assert np.isfinite(end["contrastive_loss"]) and end["coverage"] > 0
     with np.load(Path(end["folder"]) / "reward_map.npz") as maps:
-        assert all(maps[at].shape == env.grid_shape[:2] and np.nanmax(maps[at]) > 0 for at in maps.files)
+        assert all(maps[at].shape[1] == 3 and np.all(maps[at][:, 2] > 0) for at in maps.files)
     assert (Path(end["folder"]) / "rollout.html").stat().st_size > 5000
 
 
@@ -212,7 +222,7 @@ def test_ctrl_c_ends_the_iteration_first(tmp_path, capsys):
 def test_resuming_drops_the_rows_after_the_checkpoint(copied):
     """A kill may come between a row and its checkpoint, or in the middle of a row."""
     with open(copied / "metrics.csv", "a") as file:
-        file.write("13,1664,9.9,99.9,1,0\n14,17")
+        file.write("13,1664,9.9,99.9,1,33\n14,17")
     assert [int(row["iteration"]) for row in ctec.read_metrics(copied / "metrics.csv", 12)] == list(range(1, 13))
     assert len(ctec.read_metrics(copied / "metrics.csv", 7)) == 7
 
@@ -282,6 +292,48 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, monk
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 2 and "No space left" in warnings[0] and "no room for it" in warnings[1]
     assert all(warning.startswith("warning: checkpoint not written, the last good one stays") for warning in warnings)
+
+
+def test_the_memory_of_a_device_has_to_hold_its_share_only(monkeypatch, capsys):
+    args = ctec.Args(env="point_u_maze")
+    template = jax.eval_shape(lambda: ctec.init_state(args, ctec.make_env(args.env)))
+    total = ctec.nbytes(template)
+    split = ctec.nbytes(template.replay) + ctec.nbytes(template.env) + ctec.nbytes(template.episode_step)
+    share = total - split + split // 8
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": share}, platform="gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    with pytest.raises(SystemExit):
+        ctec.check_memory(args, template)
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    ctec.check_memory(args, template)
+    device.memory_stats = lambda: {"bytes_limit": share - 1}
+    with pytest.raises(SystemExit):
+        ctec.check_memory(args, template)
+
+
+def end_of_main(script, monkeypatch, error):
+    """What the script does, as a program, with an error that main raises."""
+    code = Path(script.__file__).read_text().split('if __name__ == "__main__":')[1]
+
+    def main(_):
+        raise error
+
+    monkeypatch.setattr(script, "parse_args", lambda: None)
+    monkeypatch.setattr(script, "main", main)
+    exec(textwrap.dedent(code), vars(script))  # what stands under __main__ can be run in no other way without a process
+
+
+def test_only_a_full_disk_is_told_in_one_line(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        end_of_main(ctec, monkeypatch, OSError(28, "No space left on device"))
+    assert stop.value.code == 1
+    assert_one_line(capsys.readouterr().err, "No space left", "untouched")
+    with pytest.raises(ConnectionError):  # shows where it came from
+        end_of_main(ctec, monkeypatch, ConnectionError(111, "Connection refused"))
+    with pytest.raises(SystemExit) as stop:
+        end_of_main(ctec, monkeypatch, KeyboardInterrupt())
+    assert stop.value.code == 130
+    assert_one_line(capsys.readouterr().err, "stopped by Ctrl-C")
 
 
 def test_a_full_disk_ends_in_one_line_and_keeps_the_checkpoint(copied):
@@ -428,7 +480,7 @@ def test_wrong_flags_get_tyros_message(arguments, words, capsys):
 
 
 def test_what_may_be_zero_and_what_may_be_one():
-    fine = ctec.Args(seed=0, checkpoint_minutes=0.0, logsumexp_penalty=0.0, target_rate=1.0)
+    fine = ctec.Args(seed=0, checkpoint_minutes=0.0, logsumexp_penalty=0.0, target_rate=1.0, gamma=1.0)
     ctec.check_args(fine)
     ctec.check_args(dataclasses.replace(fine, seed=2**32 - 1))
 

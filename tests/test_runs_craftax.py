@@ -30,8 +30,18 @@ SMALL = SMALL_PPO | dict(total_timesteps=4 * 8 * 10, encoder_minibatches=2, cont
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """One run that nobody disturbs."""
-    return ctec.main(ctec.Args(run_dir=str(tmp_path_factory.mktemp("runs")), **SMALL))
+    """One run that nobody disturbs. Its film is not drawn; film_keys are the keys that it would be drawn from."""
+    keys = []
+
+    def watch(args, env, params, key):
+        keys.append(key)
+        return ()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ctec, "watch", watch)
+        patch.setattr(ctec, "save_gif", lambda folder: None)
+        args = ctec.Args(run_dir=str(tmp_path_factory.mktemp("runs")), **SMALL | {"video_steps": 1})
+        return ctec.main(args) | {"film_keys": keys}
 
 
 @pytest.fixture
@@ -76,6 +86,13 @@ def test_one_compilation_and_every_parameter_changes(finished):
     assert_all_changed(start.agent.params, state.agent.params)
 
 
+def test_the_film_has_a_key_of_its_own(finished):
+    """Not the one that a run with more steps would split next."""
+    with np.load(Path(finished["folder"]) / "checkpoint.npz") as file:
+        key = file["key"]
+    np.testing.assert_array_equal(finished["film_keys"], [jax.random.fold_in(key, 1)])
+
+
 def test_gif_shows_an_episode(finished, tmp_path, capsys):
     args = ctec.Args(**SMALL | {"video_steps": 12})
     env = ctec.make_craftax()
@@ -115,7 +132,7 @@ def test_nan_stops_the_run_and_keeps_the_checkpoint(copied, capsys):
     before = checkpoint(copied)
     code, message = failure(capsys, ctec, ["--resume", copied, "--checkpoint-minutes", 0])
     assert code == 1
-    assert_one_line(message, "iteration 9: contrastive_loss is nan", str(copied))
+    assert_one_line(message, "iteration 9: reward_mean is nan", str(copied))
     assert checkpoint(copied) == before
     assert len(rows(copied)) == 8  # the bad one is not among them
 

@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import itertools
 import re
 import subprocess
 import sys
@@ -17,15 +18,15 @@ CONCEPTS = {"encode", "contrastive_loss", "model_loss", "intrinsic_reward", "col
 FAMILIES = {"SAC": r"\w+_sac_brax", "recurrent PPO": r"\w+_ppo_(rnn_)?craftax"}
 # fields of Args to which the paper's tables give another number, or docstring, on Craftax
 OF_CRAFTAX = {"env", "total_timesteps", "num_envs", "learning_rate", "agent_width", "gamma", "encoder_width",
-              "representation_size", "gamma_cl", "logsumexp_penalty"}  # fmt: skip
+              "representation_size", "gamma_cl", "first_offset", "logsumexp_penalty"}  # fmt: skip
 # those that ETD's paper, or a second family of environments in one file, changes
-OF_ETD = {"env", "num_steps", "episode_length", "update_epochs", "learning_rate", "max_grad_norm", "agent_width",
-          "gamma", "gae_lambda", "gamma_cl", "logsumexp_penalty"}  # fmt: skip
+OF_ETD = {"env", "num_envs", "num_steps", "episode_length", "update_epochs", "learning_rate", "encoder_learning_rate",
+          "max_grad_norm", "agent_width", "gamma", "gae_lambda", "gamma_cl", "logsumexp_penalty"}  # fmt: skip
 # those that have more values where they are taken apart
 OF_ABLATIONS = {"similarity", "reward_features"}
 # the noisy TV, for which the paper has no table, has ETD's PPO, C-TeC as on Craftax, and fields of its own
-OF_TV = {"env", "bonus", "total_timesteps", "episode_length"}
-TV_AS_ETD = {"num_steps", "update_epochs", "learning_rate", "max_grad_norm", "agent_width", "gamma", "gae_lambda"}
+OF_TV = {"env", "bonus", "total_timesteps", "num_steps", "episode_length", "learning_rate"}
+TV_AS_ETD = {"update_epochs", "max_grad_norm", "agent_width", "gamma", "gae_lambda"}
 TV_AS_CRAFTAX = {"encoder_width", "representation_size", "gamma_cl", "logsumexp_penalty"}
 # the titles of the banner comments, in their order
 BANNERS = ["arguments", "networks", "the method: .+", "SAC|PPO", "replay and rollout|rollout", "training",
@@ -72,13 +73,19 @@ def argument_names(node):
 
 
 def args_fields(path):
-    """field -> (type, default, docstring) of Args."""
-    body = top_level(path)["Args"].body
+    """field -> (type, default, comment) of Args. A comment stands on the line of its field, or above it."""
+    lines = path.read_text().splitlines()
     fields = {}
-    for field, doc in zip(body, body[1:]):
+    for field in top_level(path)["Args"].body:
         if isinstance(field, ast.AnnAssign):
-            assert isinstance(doc, ast.Expr), f"{path.name}: Args.{field.target.id} has no docstring"
-            fields[field.target.id] = (ast.unparse(field.annotation), ast.unparse(field.value), doc.value.value)
+            comment = lines[field.end_lineno - 1][field.end_col_offset :].strip()
+            if not comment:
+                before = [line.strip() for line in lines[: field.lineno - 1]]
+                comment = " ".join(
+                    reversed(list(itertools.takewhile(lambda line: line.startswith("# "), before[::-1])))
+                )
+            assert comment.startswith("# "), f"{path.name}: Args.{field.target.id} has no comment"
+            fields[field.target.id] = (ast.unparse(field.annotation), ast.unparse(field.value), comment)
     return fields
 
 

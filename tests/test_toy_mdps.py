@@ -276,7 +276,9 @@ def test_even_play_is_unstable_below_the_critical_temperature():
     assert critical == pytest.approx(0.449, abs=0.001)
     for factor, gathers in ((0.9, True), (1.1, False)):
         deviation = []
-        for visits in toy.gather(dataclasses.replace(args, temperature=factor * critical), Gathering("torus", "short")):
+        for visits in toy.gather(
+            dataclasses.replace(args, entropy_weight=factor * critical), Gathering("torus", "short")
+        ):
             deviation.append(np.abs(visits - 1 / 49).max())
         # late enough for the fastest deviation to lead, early enough for it to be small
         assert deviation[20] / deviation[19] == pytest.approx(1 / factor, rel=0.03)
@@ -308,7 +310,7 @@ def test_a_run_from_end_to_end(tmp_path, capsys):
 @pytest.mark.parametrize(
     "flag, word",
     [("--epsilon=2", "at most 1"), ("--slip=1.5", "at most 1"), ("--step-size=0", "above 0"), ("--rounds=0", "above 0"),
-     ("--episodes=-1", "above 0"), ("--temperature=nan", "finite"), ("--world-size=1", "at least 2"),
+     ("--episodes=-1", "above 0"), ("--entropy-weight=nan", "finite"), ("--world-size=1", "at least 2"),
      ("--seed=-1", "at least 0"), ("--run-dir=", "empty")],
 )  # fmt: skip
 def test_a_number_that_makes_no_sense(capsys, flag, word):
