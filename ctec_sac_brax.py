@@ -1270,7 +1270,7 @@ def draw_places(axes, env, title, place=(), values=(), **style):
     place = np.reshape(place, (-1, 2)).astype(int)
     for x, y, width, height in env.outlines:
         axes.fill([x, x + width, x + width, x], [y, y, y + height, y + height], color="0.4")
-    axes.plot(*env.start, "o", color="red")
+    axes.plot(*env.start, "o", color="red", zorder=3)
     axes.set(title=title, xlabel="x (m)", ylabel="y (m)", aspect="equal")
     near = np.all(np.abs(place * BIN - env.start) < 200, axis=-1)
     corners = np.vstack([place[near], env.grid_low, env.grid_low + env.grid_shape - 1])
@@ -1279,7 +1279,7 @@ def draw_places(axes, env, title, place=(), values=(), **style):
     image = np.full(high - low, np.nan)
     image[tuple((place[near] - low).T)] = np.asarray(values)[near]
     extent = BIN * np.array([low[0], high[0], low[1], high[1]])
-    return axes.imshow(image.T, origin="lower", extent=extent, **style)
+    return axes.imshow(image.T, origin="lower", extent=extent, zorder=2, **style)  # a humanoid also stands on walls
 
 
 def of_bins(env):

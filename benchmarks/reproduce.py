@@ -57,10 +57,10 @@ class Method:
     hours: float
     """expected hours of one run, on a core or a GPU"""
     kind: Literal["train", "no_bonus", "inputs", "remedies", "speed"] = "train"
-    """train: the script itself. no_bonus: its agent is rewarded with 0. inputs: benchmarks/inputs.py changes what the
-    encoders see. remedies: benchmarks/remedies.py changes the method. speed: benchmarks/speed.py measures it"""
+    """train: the script itself. no_bonus: its agent is rewarded with 0. inputs: experiments/inputs.py changes what the
+    encoders see. remedies: experiments/remedies.py changes the method. speed: benchmarks/speed.py measures it"""
     inputs: str = ""
-    """flags of benchmarks/inputs.py or benchmarks/remedies.py"""
+    """flags of experiments/inputs.py or experiments/remedies.py"""
     family: str = ""
     """title of the panel that it stands in, in the picture `families`"""
 
@@ -511,7 +511,7 @@ class Run:
         if self.method.kind == "no_bonus":
             return ["benchmarks/reproduce.py", "no-bonus", self.method.script, *flags]
         if self.method.kind in ("inputs", "remedies"):
-            return [f"benchmarks/{self.method.kind}.py", *self.method.inputs.split(), *flags]
+            return [f"experiments/{self.method.kind}.py", *self.method.inputs.split(), *flags]
         return [f"{self.method.script}.py", *flags]
 
     @property

@@ -16,7 +16,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers of a session inherit 
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # XLA warns at every program that it loads from the cache
-sys.path.insert(0, str(Path(__file__).parent.parent))
+for folder in ("benchmarks", "experiments", ""):
+    sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
 # submitit resets logging when it is imported, which closes absl's handler and with it the stderr that pytest captures:
 # it has to come before whatever imports absl

@@ -1,19 +1,15 @@
-"""benchmarks/inputs.py: what the encoders see instead, what is logged, and a study of it from end to end."""
+"""experiments/inputs.py: what the encoders see instead, what is logged, and a study of it from end to end."""
 
 import csv
-import sys
-from pathlib import Path
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
+import reproduce
+from inputs import Inputs
 
 import ctec_sac_brax as ctec
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import inputs  # noqa: E402
-import reproduce  # noqa: E402
-from inputs import Inputs  # noqa: E402
 
 ENV = ctec.make_env("point_u_maze")  # from -2 to 18 in x and y, start at (4, 4)
 ARGS = ctec.Args(env="point_u_maze", num_envs=2, replay_size=300, batch_size=1024, encoder_width=8, agent_width=8,

@@ -1,13 +1,8 @@
 """benchmarks/paper_scale.py: products and loop steps by hand, and a configuration from end to end."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import paper_scale  # noqa: E402
+import paper_scale
 
 
 def test_products_and_steps_by_hand():

@@ -1,18 +1,14 @@
-"""benchmarks/probe.py: what it says of a reward that is known, and that it reads a run's folder."""
+"""experiments/probe.py: what it says of a reward that is known, and that it reads a run's folder."""
 
 import dataclasses
 import json
-import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import probe
 from test_ctec_sac_brax import ARGS, ENV
 
 import ctec_sac_brax as ctec
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import probe  # noqa: E402
 
 
 def test_a_reward_of_three_and_a_tenth_a_metre(monkeypatch, tmp_path, capsys):

@@ -1,20 +1,16 @@
-"""benchmarks/remedies.py: what each change does to a batch, a loss or a reward."""
+"""experiments/remedies.py: what each change does to a batch, a loss or a reward."""
 
 import dataclasses
 import functools
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import remedies
 from test_ctec_sac_brax import ARGS, ENV, filled_replay, numpy_encode, random_pairs
 
 import ctec_sac_brax as ctec
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import remedies  # noqa: E402
 
 
 def test_transitions_are_recent_and_negatives_of_all_times():

@@ -11,16 +11,13 @@ import subprocess
 import sys
 import time
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import report  # noqa: E402
-import reproduce  # noqa: E402
-from reproduce import Args, Method, Run, Study  # noqa: E402
+import report
+import reproduce
+from helpers import ROOT
+from reproduce import Args, Method, Run, Study
 
 TINY_CTEC = f"{reproduce.TINY} --encoder-width 16 --representation-size 8"
 TINY_MODEL = f"{reproduce.TINY} --model-width 16"
@@ -487,11 +484,11 @@ def test_the_commands_of_every_study_are_understood_by_the_scripts(name, tmp_pat
         assert (ROOT / words[at]).exists() and words[at - 1] == sys.executable
         flags = words[at + 1 :]
         script = words[at].removesuffix(".py")
-        if words[at] == "benchmarks/inputs.py":
+        if words[at] == "experiments/inputs.py":
             args = importlib.import_module("inputs").parse_args(flags)[1]
             assert f"--seed {args.seed}" in " ".join(words)
             continue
-        if words[at] == "benchmarks/remedies.py":
+        if words[at] == "experiments/remedies.py":
             remedies = importlib.import_module("remedies")
             remedy, flags = remedies.tyro.cli(remedies.Remedy, args=flags, return_unknown_args=True)
             args = remedies.ctec.parse_args(flags)

@@ -34,6 +34,7 @@ from helpers import (
     run,
     run_and_kill,
 )
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import ctec_sac_brax as ctec
@@ -129,6 +130,17 @@ def test_a_robot_leaves_a_page_for_the_viewer(tmp_path):
     np.testing.assert_allclose(poses[:, 0, 0], env.start[0] + np.arange(1, 4), rtol=1e-6)
     assert len(system["geoms"]["world"]) == 19  # the floor and 18 walls
     assert {path.name for path in tmp_path.iterdir()} == {"coverage.png", "coverage.npz", "rollout.html"}
+
+
+def test_bins_are_drawn_over_the_walls_and_the_start_over_both():
+    """A humanoid leans over walls and stands on them."""
+    env = ctec.make_env("point_u_maze")
+    axes = Figure().add_subplot()
+    image = ctec.draw_places(axes, env, "", [[0, 0], [4, 4]], [1.0, 2.0])
+    assert max(wall.get_zorder() for wall in axes.patches) < image.get_zorder() < axes.lines[0].get_zorder()
+    pixels = image.get_array().T
+    low = np.array(image.get_extent())[[0, 2]] / 0.5
+    assert pixels.count() == 2 and pixels[tuple((np.array([4, 4]) - low).astype(int))] == 2.0
 
 
 def test_the_arm_from_end_to_end_with_the_position_as_future(tmp_path):

@@ -1,7 +1,7 @@
 """C-TeC whose encoders see the positions from another origin, or standardised; and what its reward goes with.
 
-    python benchmarks/inputs.py --origin middle --env point_hardest_maze --preset laptop --seed 1
-    python benchmarks/inputs.py --standardize --env point_hardest_maze --preset laptop --seed 1
+    python experiments/inputs.py --origin middle --env point_hardest_maze --preset laptop --seed 1
+    python experiments/inputs.py --standardize --env point_hardest_maze --preset laptop --seed 1
 
 Everything else is ctec_sac_brax.py, whose flags follow. Twenty times in a run, correlations.csv beside the run's folder
 gets the rank correlation of the reward of 2^14 transitions in the replay with the distance of s from the encoders'
@@ -125,7 +125,7 @@ def parse_args(argv):
 
 def main(inputs, args):
     if not args.env.startswith("point") or args.future_state != "full":
-        ctec.fail("benchmarks/inputs.py: for point mazes and --future-state full")
+        ctec.fail("experiments/inputs.py: for point mazes and --future-state full")
     ctec.sample_futures = functools.partial(sample_changed_futures, inputs)
     ctec.compile_iteration = functools.partial(compile_with_correlations, inputs)
     return ctec.main(args)

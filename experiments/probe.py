@@ -1,8 +1,8 @@
 """What C-TeC's reward goes with, in the replay of a run that is over or stopped.
 
-    python benchmarks/probe.py runs/<folder>
+    python experiments/probe.py runs/<folder>
 
-The folder is one of ctec_sac_brax.py or of benchmarks/remedies.py (of which it shows what C-TeC's own reward would be).
+The folder is one of ctec_sac_brax.py, or of experiments/remedies.py: then it shows what C-TeC's own reward would be.
 Prints, for 2^14 transitions: the mean reward by the distance of s from the start, how much it grows with each metre,
 and its rank correlations with that distance, with the way from s to s_f, and with the number of steps between them.
 """

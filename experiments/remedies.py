@@ -1,8 +1,8 @@
 """C-TeC with one of six changes: four that may keep its agents from gathering in one place, a head start for the
 critics, and a reward that tells what SAC can do when it need not be curious.
 
-    python benchmarks/remedies.py --remedy history --env point_hardest_maze --preset laptop --learning-rate 1e-3
-    python benchmarks/remedies.py --remedy value --first-value 300 --env ant_hardest_maze --num-envs 256
+    python experiments/remedies.py --remedy history --env point_hardest_maze --preset laptop --learning-rate 1e-3
+    python experiments/remedies.py --remedy value --first-value 300 --env ant_hardest_maze --num-envs 256
 
 Everything else is ctec_sac_brax.py, whose flags follow. docs/tuning.md has what came out.
 """
