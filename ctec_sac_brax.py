@@ -1279,7 +1279,8 @@ def draw_places(axes, env, title, place=(), values=(), **style):
     image = np.full(high - low, np.nan)
     image[tuple((place[near] - low).T)] = np.asarray(values)[near]
     extent = BIN * np.array([low[0], high[0], low[1], high[1]])
-    return axes.imshow(image.T, origin="lower", extent=extent, zorder=2, **style)  # a humanoid also stands on walls
+    # over the walls, on which a humanoid can stand, and so light that these are still seen
+    return axes.imshow(image.T, origin="lower", extent=extent, zorder=2, alpha=0.8, **style)
 
 
 def of_bins(env):
