@@ -172,6 +172,10 @@ def test_a_number_that_makes_no_sense_is_one_line(case, tmp_path, capsys, monkey
     assert not list(tmp_path.iterdir())
 
 
+def test_what_may_be_zero_and_what_may_be_one():
+    ctec.check_ppo_args(ctec.Args(gae_lambda=0.0, gamma=1.0, entropy_coef=0.0, first_offset=0))
+
+
 def test_a_state_that_does_not_fit_is_refused_before_it_is_allocated(tmp_path, capsys):
     before = sum(x.nbytes for x in jax.live_arrays())
     code, message = failure(capsys, ctec, ["--num-envs", "100000000000", "--run-dir", tmp_path])

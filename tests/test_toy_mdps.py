@@ -317,3 +317,9 @@ def test_a_number_that_makes_no_sense(capsys, flag, word):
     code, message = refusal(capsys, toy, [flag])
     assert code == 2
     assert_one_line(message, flag.split("=")[0], word)
+
+
+def test_no_slip_and_no_random_actions_are_fine():
+    args = Args(slip=0.0, epsilon=0.0)
+    toy.check_numbers(args)
+    toy.check_toy_args(args)
