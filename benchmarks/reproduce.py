@@ -118,9 +118,11 @@ def on_maze(env):
 MAZE = on_maze("point_hardest_maze")
 CRAFTAX = "--env craftax_classic --preset laptop"
 NOISY_TV = "--env noisy_tv --preset laptop --start fixed"
-# the paper's grid and starts with the laptop's networks; one pass over a rollout is 256 gradient steps
+# the paper's grid and starts with the laptop's networks; one pass over a rollout is 256 gradient steps. Rewards are
+# standardised in each rollout alone: C-TeC's fall by a factor of ten after the first one, and a running mean would follow
+# too slowly for 39 rollouts
 NOISY_TV_256 = """--env noisy_tv --preset laptop --start random --grid-size 256 --episode-length 1024 --num-envs 1024
-    --update-epochs 1 --total-timesteps 5000000"""
+    --update-epochs 1 --reward-momentum 0 --total-timesteps 5000000"""
 RANDOM_CRAFTAX = Method("random", "random_craftax", f"{CRAFTAX} --total-timesteps 409600", 0.03)
 ANT_ONE_CORE = "--env ant_hardest_maze --num-envs 64 --batch-size 64 --encoder-width 256 --replay-size 1100"
 ANT_RANDOM = "--env ant_hardest_maze --num-envs 256 --total-timesteps 30000000"
