@@ -119,8 +119,8 @@ MAZE = on_maze("point_hardest_maze")
 CRAFTAX = "--env craftax_classic --preset laptop"
 NOISY_TV = "--env noisy_tv --preset laptop --start fixed"
 # the paper's grid and starts with the laptop's networks; one pass over a rollout is 256 gradient steps. Rewards are
-# standardised in each rollout alone: C-TeC's fall by a factor of ten after the first one, and a running mean would follow
-# too slowly for 39 rollouts
+# standardised in each rollout alone: C-TeC's fall by a factor of ten after the first one, and a running mean would
+# follow too slowly for 39 rollouts
 NOISY_TV_256 = """--env noisy_tv --preset laptop --start random --grid-size 256 --episode-length 1024 --num-envs 1024
     --update-epochs 1 --reward-momentum 0 --total-timesteps 5000000"""
 RANDOM_CRAFTAX = Method("random", "random_craftax", f"{CRAFTAX} --total-timesteps 409600", 0.03)
