@@ -16,7 +16,7 @@ One iteration:
     forward_error: reward_t = error of a model of s_(t+1), given s_t and a_t
     standardise the reward by its running mean and deviation; its advantages are normalised over the rollout
     4 times, in minibatches of 1024 shuffled steps:
-        one Adam step of the bonus's model (C-TeC: InfoNCE between state-actions and sampled futures)
+        one Adam step of the intrinsic-reward model (C-TeC: InfoNCE between state-actions and sampled futures)
         one Adam step of PPO on the advantages
 
     python ctec_ppo_noisy_tv.py                                                # 256 x 256 cells, for a GPU
@@ -94,9 +94,9 @@ class Args:
     episode_length: int = 1024
     batch_size: int = 1024  # transitions in a gradient step (paper Table 2; 256 on the humanoid)
     update_epochs: int = 4  # passes over a rollout, of PPO and of the encoders (ETD)
-    learning_rate: float = 3e-4  # Adam step size of PPO and of the bonus's model (ETD's of PPO)
-    adam_eps: float = 1e-5  # epsilon of Adam, PPO and the bonus's model (Craftax baselines)
-    max_grad_norm: float = 0.5  # global-norm gradient clipping, PPO and the bonus's model (ETD)
+    learning_rate: float = 3e-4  # Adam step size of PPO and of the intrinsic-reward model (ETD's of PPO)
+    adam_eps: float = 1e-5  # epsilon of Adam, PPO and the intrinsic-reward model (Craftax baselines)
+    max_grad_norm: float = 0.5  # global-norm gradient clipping, PPO and the intrinsic-reward model (ETD)
     agent_width: int = 256  # width of the two hidden layers of actor and critic (paper Table 2)
     gamma: float = 0.99  # discount of PPO (ETD)
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation (ETD)
@@ -162,7 +162,7 @@ class Pairs:
 
     anchor: jax.Array  # (B, ...)
     positive: jax.Array  # (B, ...)
-    weight: jax.Array  # (B,) 1.0, or 0.0 for a row that has no positive and serves as a negative only
+    weight: jax.Array  # (B,) 1.0; 0.0: no positive, still a negative for the others
 
 
 @flax.struct.dataclass
@@ -288,7 +288,7 @@ def prediction_error(params, args, anchor, next_obs):
 
 
 def model_loss(params, args, batch):
-    """The loss of the bonus's model, for Pairs: state-actions and their futures, or (RND, forward model) next states.
+    """The loss of the model, for Pairs: state-actions and their futures, or (RND, forward model) next states.
     No gradient reaches RND's target, and Adam leaves parameters without gradient as they are."""
     if args.bonus == "ctec":
         return contrastive_loss(params, args, batch)
@@ -452,7 +452,7 @@ def collect(args, env, state, key):
 
 # ---------------------------------------------------------------------------------------------------- training
 @flax.struct.dataclass
-class TrainState:
+class RunState:
     key: jax.Array
     key_tv: jax.Array  # of what the TV shows
     iteration: jax.Array
@@ -473,7 +473,7 @@ def standardize_known(args, moments, iteration, reward, known):
 
 
 def update(args, env, state, rollout, key):
-    """Rewards from the bonus's model as it is, then `update_epochs` passes of model and agent over the rollout, in
+    """Rewards from the model as it is, then `update_epochs` passes of model and agent over the rollout, in
     gradient steps of `batch_size` shuffled transitions (a last smaller batch is left out)."""
     key_reward, key_epochs = jax.random.split(key)
     actions = action_distribution(env)
@@ -493,8 +493,8 @@ def update(args, env, state, rollout, key):
     advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)  # over the whole rollout
 
     # gradient steps of model and agent; a batch may be of any environments
-    states, action, left, known = placed((states, action, left, known))
-    rollout, advantage, target = placed((rollout, advantage, target))
+    states, action, left, known = shard((states, action, left, known))
+    rollout, advantage, target = shard((rollout, advantage, target))
     flat = lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...)
     steps = jax.tree.map(flat, (rollout.replace(obs=None), advantage, target))  # obs: the first rows of flat(states)
     optimizer = clipped_adam(args, args.learning_rate)
@@ -519,7 +519,7 @@ def update(args, env, state, rollout, key):
             agent, ppo_metrics = gradient_update(ppo_rows_loss, agent, optimizer, args, env, batch, *of_batch)
             return (agent, model), metrics | ppo_metrics
 
-        return jax.lax.scan(step, models, placed(order.reshape(-1, args.batch_size), None, "envs"))
+        return jax.lax.scan(step, models, shard(order.reshape(-1, args.batch_size), None, "envs"))
 
     keys = jax.random.split(key_epochs, args.update_epochs)
     (agent, model), metrics = jax.lax.scan(epoch, (state.agent, state.model), keys)
@@ -539,12 +539,12 @@ def train_iteration(args, env, state):
     # learn from the rollout
     state, metrics = update(args, env, state, rollout, key_update)
     metrics["parameter_norm"] = optax.global_norm((state.model.params, state.agent.params))
-    return split_over_devices(state), metrics | visit_metrics(env, state.visits, rollout.cell)
+    return shard_state(state), metrics | visit_metrics(env, state.visits, rollout.cell)
 
 
 # ----------------------------------------------------------------------------------------------- initial state
 def init_bonus(args, env, key):
-    """The parameters of the bonus's model."""
+    """The parameters of the intrinsic-reward model."""
     key_one, key_two = jax.random.split(key)
     obs = jnp.zeros(env.state_size)
     anchor = jnp.zeros(env.state_size + env.num_actions)
@@ -568,7 +568,7 @@ def init_state(args, env):
     # stagger the first episodes: only the clock ends them, and a rollout should have steps of every age
     episode_step = jax.random.randint(key_step, (args.num_envs,), 0, args.episode_length)
     optimizer = clipped_adam(args, args.learning_rate)
-    return TrainState(
+    return RunState(
         key=key,
         key_tv=key_tv,
         iteration=jnp.int32(0),
@@ -585,7 +585,7 @@ def init_state(args, env):
 
 
 # ----------------------------------------------------------------------------------------------------- devices
-# the axes by which fields of TrainState are split over the devices
+# the axes by which fields of RunState are split over the devices
 SPLIT = {name: ("envs",) for name in ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")} | {
     "replay": (None, "envs")
 }
@@ -599,8 +599,8 @@ def join_processes():
         sys.stdout = open(os.devnull, "w")
 
 
-def from_all_processes(tree):
-    """The whole arrays of a tree whose parts may be with other processes, or one row for each process's own arrays."""
+def all_gather(tree):
+    """All-gather a sharded pytree: whole arrays in every process, or a row of each process's own arrays."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils
@@ -612,8 +612,8 @@ def device_mesh():
     return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def placed(tree, *axes):
-    """The first axes of the arrays are split over the devices where they are named "envs", else copied to them."""
+def shard(tree, *axes):
+    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device."""
     if jax.device_count() == 1:
         return tree
     mesh = device_mesh()
@@ -621,9 +621,9 @@ def placed(tree, *axes):
     return jax.tree.map(place, tree)
 
 
-def split_over_devices(state):
+def shard_state(state):
     """Environments and replay are split over the devices; everything else is copied to all of them."""
-    return state.replace(**{name: placed(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
+    return state.replace(**{name: shard(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
 
 
 # ---------------------------------------------------------------------------------------------------- coverage
@@ -779,7 +779,7 @@ def leaf_name(path):
 
 def save_checkpoint(path, state):
     """Every array of the state under its name. np.savez fetches and writes them one after the other."""
-    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(from_all_processes(state))}
+    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(all_gather(state))}
     write_atomically(path, lambda file: np.savez(file, **leaves))
 
 
@@ -868,7 +868,7 @@ def start_run(args, init, template, buffers):
     seconds = float(rows[-1]["seconds"]) if rows else 0.0
     if jax.device_count() == 1:
         return folder, state or init(), seconds
-    return folder, jax.jit(lambda state: split_over_devices(state or init()))(jax.device_get(state)), seconds
+    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state)), seconds
 
 
 def compile_iteration(args, env, state):
@@ -949,7 +949,7 @@ def iterations(args, folder, state, seconds, iterate):
 
             last = iteration == args.num_iterations
             due = time.time() - saved >= 60 * args.checkpoint_minutes
-            stopped, due = np.any(from_all_processes(np.array([[bool(received), due]])), axis=0)
+            stopped, due = np.any(all_gather(np.array([[bool(received), due]])), axis=0)
             if stopped or last or due:
                 try:
                     save_checkpoint(folder / "checkpoint.npz", state)
@@ -1035,7 +1035,7 @@ BELOW_ONE = ("gamma_cl", "reward_momentum")
 
 
 def check_numbers(args):
-    """One line and exit code 2 for a number that makes no sense."""
+    """One line and exit code 2 for out-of-range arguments."""
     if not args.run_dir:
         fail("--run-dir: it must not be empty")
     for name, value in dataclasses.asdict(args).items():

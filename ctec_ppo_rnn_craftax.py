@@ -71,7 +71,7 @@ class Args:
     distributed: bool = False  # all processes that srun or mpirun has started together share this run
     video_steps: int = 500  # longest rollout.gif, in steps of an episode of the final policy; 0: none
     episode_window: int = 1024  # number of latest finished episodes over which the achievement rates are taken
-    # first iterations, played by the untrained, nearly uniform policy: the bonus's model learns, the policy waits
+    # first iterations, played by the untrained, nearly uniform policy: the policy waits for the intrinsic-reward model
     random_iterations: int = 16
 
     num_envs: int = 1024  # parallel environments (Craftax baselines)
@@ -82,8 +82,8 @@ class Args:
     num_minibatches: int = 8
     update_epochs: int = 4  # passes of PPO over a rollout (paper Table 5)
     learning_rate: float = 2e-4  # Adam step size of PPO, annealed linearly to 0 (paper Table 5)
-    adam_eps: float = 1e-5  # epsilon of Adam, PPO and the bonus's model (Craftax baselines)
-    max_grad_norm: float = 1.0  # global-norm gradient clipping, PPO and the bonus's model (paper Table 5)
+    adam_eps: float = 1e-5  # epsilon of Adam, PPO and the intrinsic-reward model (Craftax baselines)
+    max_grad_norm: float = 1.0  # global-norm gradient clipping, PPO and the intrinsic-reward model (paper Table 5)
     agent_width: int = 512  # width of the embedding, the GRU and the two hidden layers of each head (paper Table 5)
     gamma: float = 0.99  # discount of PPO (paper Table 5)
     gae_lambda: float = 0.8  # lambda of generalised advantage estimation (paper Table 5)
@@ -91,7 +91,7 @@ class Args:
     entropy_coef: float = 0.01  # weight of the entropy bonus (paper Table 5)
     value_coef: float = 0.5  # weight of the value loss (Craftax baselines)
     task_reward_coef: float = 0.0  # weight of the game's own reward (the paper has none)
-    intrinsic_coef: float = 1.0  # weight of the intrinsic reward; 0 leaves plain PPO, without the bonus's model
+    intrinsic_coef: float = 1.0  # weight of the intrinsic reward; 0 leaves plain PPO, without its model
 
     encoder_width: int = 1024  # width of the three hidden layers of phi and psi (paper Table 6)
     representation_size: int = 64  # size of phi and psi (paper Table 6)
@@ -162,7 +162,7 @@ class Pairs:
 
     anchor: jax.Array  # (B, ...)
     positive: jax.Array  # (B, ...)
-    weight: jax.Array  # (B,) 1.0, or 0.0 for a row that has no positive and serves as a negative only
+    weight: jax.Array  # (B,) 1.0; 0.0: no positive, still a negative for the others
 
 
 @flax.struct.dataclass
@@ -384,7 +384,7 @@ def update_ppo(args, model, learning_rate, key, hidden, rollout, advantage):
     optimizer = clipped_adam(args, learning_rate)
 
     def epoch(model, key):
-        order = placed(jax.random.permutation(key, args.num_envs).reshape(args.num_minibatches, -1), None, "envs")
+        order = shard(jax.random.permutation(key, args.num_envs).reshape(args.num_minibatches, -1), None, "envs")
 
         def step(model, envs):
             minibatch = jax.tree.map(lambda x: x[:, envs], (rollout, advantage))
@@ -433,7 +433,7 @@ def collect(args, env, state, key):
     """`num_steps` steps in every environment. An episode that ends goes on in a new world. These are made beforehand,
     one for `reset_ratio` environment steps, and taken in turn (again from the first one, should they run out)."""
     key_worlds, key_steps = jax.random.split(key)
-    starts = placed(init_players(args, env, key_worlds, math.ceil(args.steps_per_iteration / args.reset_ratio)))
+    starts = shard(init_players(args, env, key_worlds, math.ceil(args.steps_per_iteration / args.reset_ratio)))
 
     def step(carry, key):
         now, used = carry
@@ -454,7 +454,7 @@ def collect(args, env, state, key):
 
 # ---------------------------------------------------------------------------------------------------- training
 @flax.struct.dataclass
-class TrainState:
+class RunState:
     key: jax.Array
     iteration: jax.Array
     players: Players
@@ -488,7 +488,7 @@ def update_encoders(args, model, key, states, action, left):
             pairs = Pairs(anchor=pair, positive=flat(states)[positive[rows]], weight=has_positive)
             return gradient_update(contrastive_loss, model, optimizer, args, pairs)
 
-        return jax.lax.scan(step, model, placed(shuffled_groups(key_order, args, *left.shape), None, "envs"))
+        return jax.lax.scan(step, model, shard(shuffled_groups(key_order, args, *left.shape), None, "envs"))
 
     model, metrics = jax.lax.scan(epoch, model, jax.random.split(key, args.encoder_epochs))
     return model, jax.tree.map(jnp.mean, metrics)
@@ -502,7 +502,7 @@ def update_agent(args, state, hidden, rollout, reward, key):
     advantage = gae(args, reward, rollout.value, rollout.done, last_value)
 
     def learn(agent):
-        return update_ppo(args, agent, learning_rate, key, *placed((hidden, rollout, advantage)))
+        return update_ppo(args, agent, learning_rate, key, *shard((hidden, rollout, advantage)))
 
     def wait(agent):
         metrics = jax.eval_shape(learn, agent)[1]
@@ -523,7 +523,7 @@ def update(args, state, hidden, rollout, key):
         futures = Futures(states, rollout.action, future_weights(key_reward, args, left))
         intrinsic = intrinsic_reward(state.model.params, args, futures)
         reward += args.intrinsic_coef * intrinsic
-        model, metrics = update_encoders(args, state.model, key_model, *placed((states, rollout.action, left)))
+        model, metrics = update_encoders(args, state.model, key_model, *shard((states, rollout.action, left)))
         metrics |= {"reward_mean": jnp.mean(intrinsic), "reward_std": jnp.std(intrinsic)}
         state = state.replace(model=model)
     agent, ppo_metrics = update_agent(args, state, hidden, rollout, reward, key_agent)
@@ -545,14 +545,14 @@ def train_iteration(args, env, state):
     # learn from the rollout
     state, metrics = update(args, state.replace(random_rates=random_rates), hidden, rollout, key_update)
     metrics["parameter_norm"] = optax.global_norm((state.model.params, state.agent.params))
-    return split_over_devices(state), metrics | episode_metrics(state.episodes)
+    return shard_state(state), metrics | episode_metrics(state.episodes)
 
 
 # ----------------------------------------------------------------------------------------------- initial state
 def make_worlds(env, key, number):
     """env.reset for so many new episodes, all together and each device its share: Craftax takes 0.4 MB a world, so that
     the 4,096 worlds of a rollout at the paper's sizes take 1.6 GB of working memory."""
-    return jax.vmap(env.reset)(placed(jax.random.split(key, number), "envs"))
+    return jax.vmap(env.reset)(shard(jax.random.split(key, number), "envs"))
 
 
 def init_players(args, env, key, number):
@@ -585,7 +585,7 @@ def init_state(args, env):
         "psi": encoder.init(key_psi, jnp.zeros((1, env.state_size))),
         "log_tau": jnp.zeros(()),
     }
-    return TrainState(
+    return RunState(
         key=key,
         iteration=jnp.int32(0),
         players=players,
@@ -601,7 +601,7 @@ def init_state(args, env):
 
 
 # ----------------------------------------------------------------------------------------------------- devices
-# the axes by which fields of TrainState are split over the devices
+# the axes by which fields of RunState are split over the devices
 SPLIT = {name: ("envs",) for name in ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")} | {
     "replay": (None, "envs")
 }
@@ -615,8 +615,8 @@ def join_processes():
         sys.stdout = open(os.devnull, "w")
 
 
-def from_all_processes(tree):
-    """The whole arrays of a tree whose parts may be with other processes, or one row for each process's own arrays."""
+def all_gather(tree):
+    """All-gather a sharded pytree: whole arrays in every process, or a row of each process's own arrays."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils
@@ -628,8 +628,8 @@ def device_mesh():
     return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def placed(tree, *axes):
-    """The first axes of the arrays are split over the devices where they are named "envs", else copied to them."""
+def shard(tree, *axes):
+    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device."""
     if jax.device_count() == 1:
         return tree
     mesh = device_mesh()
@@ -637,9 +637,9 @@ def placed(tree, *axes):
     return jax.tree.map(place, tree)
 
 
-def split_over_devices(state):
+def shard_state(state):
     """Environments and replay are split over the devices; everything else is copied to all of them."""
-    return state.replace(**{name: placed(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
+    return state.replace(**{name: shard(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
 
 
 # ------------------------------------------------------------------------------------------------ achievements
@@ -773,7 +773,7 @@ def leaf_name(path):
 
 def save_checkpoint(path, state):
     """Every array of the state under its name. np.savez fetches and writes them one after the other."""
-    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(from_all_processes(state))}
+    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(all_gather(state))}
     write_atomically(path, lambda file: np.savez(file, **leaves))
 
 
@@ -862,7 +862,7 @@ def start_run(args, init, template, buffers):
     seconds = float(rows[-1]["seconds"]) if rows else 0.0
     if jax.device_count() == 1:
         return folder, state or init(), seconds
-    return folder, jax.jit(lambda state: split_over_devices(state or init()))(jax.device_get(state)), seconds
+    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state)), seconds
 
 
 def compile_iteration(args, env, state):
@@ -943,7 +943,7 @@ def iterations(args, folder, state, seconds, iterate):
 
             last = iteration == args.num_iterations
             due = time.time() - saved >= 60 * args.checkpoint_minutes
-            stopped, due = np.any(from_all_processes(np.array([[bool(received), due]])), axis=0)
+            stopped, due = np.any(all_gather(np.array([[bool(received), due]])), axis=0)
             if stopped or last or due:
                 try:
                     save_checkpoint(folder / "checkpoint.npz", state)
@@ -1061,7 +1061,7 @@ BELOW_ONE = ("gamma_cl", "reward_momentum")
 
 
 def check_numbers(args):
-    """One line and exit code 2 for a number that makes no sense."""
+    """One line and exit code 2 for out-of-range arguments."""
     if not args.run_dir:
         fail("--run-dir: it must not be empty")
     for name, value in dataclasses.asdict(args).items():

@@ -95,8 +95,8 @@ class Args:
     update_epochs: int = 4  # passes over a rollout, of PPO and of the encoders (ETD)
     learning_rate: float = 3e-4  # Adam step size of PPO (ETD)
     encoder_learning_rate: float = 1e-4  # Adam step size of the encoders (ETD's launch script)
-    adam_eps: float = 1e-5  # epsilon of Adam, PPO and the bonus's model (Craftax baselines)
-    max_grad_norm: float = 0.5  # global-norm gradient clipping, PPO and the bonus's model (ETD)
+    adam_eps: float = 1e-5  # epsilon of Adam, PPO and the intrinsic-reward model (Craftax baselines)
+    max_grad_norm: float = 0.5  # global-norm gradient clipping, PPO and the intrinsic-reward model (ETD)
     agent_width: int = 256  # width of the two hidden layers of actor and critic (paper Table 2)
     gamma: float = 0.99  # discount of PPO (ETD)
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation (ETD)
@@ -105,7 +105,7 @@ class Args:
     value_coef: float = 0.5  # weight of the value loss (Craftax baselines)
     reward_momentum: float = 0.9  # momentum of the running mean and deviation that standardise the reward (ETD)
 
-    encoder_width: int = 1024  # width of the hidden layers of the bonus's networks (paper Tables 3 and 4)
+    encoder_width: int = 1024  # width of the hidden layers of the intrinsic-reward model (paper Tables 3 and 4)
     representation_size: int = 64  # size of a representation (paper Tables 3 and 4)
     gamma_cl: float = 0.99  # discount of the future-state distribution, of C-TeC too, in Craftax too (ETD)
     # what ETD keeps of an episode's states: embeddings by the weights of their time, or observations (slower)
@@ -166,7 +166,7 @@ class Pairs:
 
     anchor: jax.Array  # (B, ...)
     positive: jax.Array  # (B, ...)
-    weight: jax.Array  # (B,) 1.0, or 0.0 for a row that has no positive and serves as a negative only
+    weight: jax.Array  # (B,) 1.0; 0.0: no positive, still a negative for the others
 
 
 def steps_left(done):
@@ -304,8 +304,8 @@ def unit_length(x):
 
 
 def reward_features(args, x, weight):
-    """What the reward's distance sees of representations (..., d). `unit`: rows of unit length (paper's text). `batch`:
-    each feature divided by its length over the rows of weight 1 (authors' code: a row keeps a length of its own)."""
+    """Normalise representations (..., d) for the reward. `unit`: L2-normalise rows (paper's text). `batch`: divide each
+    feature by its norm over the rows of weight 1 (authors' code)."""
     if args.reward_features == "unit":
         return unit_length(x)
     return x * jax.lax.rsqrt(jnp.sum(weight[..., None] * x**2, axis=tuple(range(x.ndim - 1))) + 1e-12)
@@ -546,7 +546,7 @@ def collect(args, env, state, key):
 
 # ---------------------------------------------------------------------------------------------------- training
 @flax.struct.dataclass
-class TrainState:
+class RunState:
     key: jax.Array
     iteration: jax.Array
     env: "EnvState"  # (N, ...)
@@ -586,8 +586,8 @@ def update(args, env, state, rollout, key):
     advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)  # over the whole rollout
 
     # gradient steps of encoders and agent; a batch may be of any environments
-    states, action, left, known = placed((states, action, left, known))
-    rollout, advantage, target = placed((rollout, advantage, target))
+    states, action, left, known = shard((states, action, left, known))
+    rollout, advantage, target = shard((rollout, advantage, target))
     flat = lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...)
     steps = jax.tree.map(flat, (rollout.replace(obs=None), advantage, target))  # obs: the first rows of flat(states)
     adam = clipped_adam(args, args.learning_rate)
@@ -609,7 +609,7 @@ def update(args, env, state, rollout, key):
             agent, ppo_metrics = gradient_update(ppo_rows_loss, agent, adam, args, env, batch, *of_batch)
             return (agent, model), metrics | ppo_metrics
 
-        return jax.lax.scan(step, models, placed(order.reshape(-1, args.batch_size), None, "envs"))
+        return jax.lax.scan(step, models, shard(order.reshape(-1, args.batch_size), None, "envs"))
 
     models = (state.agent, state.model)
     (agent, model), metrics = jax.lax.scan(epoch, models, jax.random.split(key_epochs, args.update_epochs))
@@ -631,14 +631,14 @@ def train_iteration(args, env, state):
     state, metrics = update(args, env, state, rollout, key_update)
     metrics |= collect_metrics
     metrics["parameter_norm"] = optax.global_norm((state.model.params, state.agent.params))
-    return split_over_devices(state), metrics, placed(frames) if env.position_size else None
+    return shard_state(state), metrics, shard(frames) if env.position_size else None
 
 
 # ----------------------------------------------------------------------------------------------- initial state
 def make_worlds(env, key, number):
     """env.reset for so many new episodes, all together and each device its share: Craftax takes 0.4 MB a world, so that
     the 4,096 worlds of a rollout at the paper's sizes take 1.6 GB of working memory."""
-    return jax.vmap(env.reset)(placed(jax.random.split(key, number), "envs"))
+    return jax.vmap(env.reset)(shard(jax.random.split(key, number), "envs"))
 
 
 def init_memory(args, env):
@@ -662,7 +662,7 @@ def init_state(args, env):
         params = {"phi": phi, "psi": encoder.init(key_psi, obs), "log_tau": jnp.zeros(())}
     # stagger the first episodes: where only the clock ends them, a rollout then has steps of every age
     episode_step = jax.random.randint(key_step, (args.num_envs,), 0, args.episode_length if env.position_size else 1)
-    return TrainState(
+    return RunState(
         key=key,
         iteration=jnp.int32(0),
         env=make_worlds(env, key_env, args.num_envs),
@@ -680,7 +680,7 @@ def init_state(args, env):
 
 
 # ----------------------------------------------------------------------------------------------------- devices
-# the axes by which fields of TrainState are split over the devices
+# the axes by which fields of RunState are split over the devices
 SPLIT = {name: ("envs",) for name in ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")} | {
     "replay": (None, "envs")
 }
@@ -694,8 +694,8 @@ def join_processes():
         sys.stdout = open(os.devnull, "w")
 
 
-def from_all_processes(tree):
-    """The whole arrays of a tree whose parts may be with other processes, or one row for each process's own arrays."""
+def all_gather(tree):
+    """All-gather a sharded pytree: whole arrays in every process, or a row of each process's own arrays."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils
@@ -707,8 +707,8 @@ def device_mesh():
     return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def placed(tree, *axes):
-    """The first axes of the arrays are split over the devices where they are named "envs", else copied to them."""
+def shard(tree, *axes):
+    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device."""
     if jax.device_count() == 1:
         return tree
     mesh = device_mesh()
@@ -716,9 +716,9 @@ def placed(tree, *axes):
     return jax.tree.map(place, tree)
 
 
-def split_over_devices(state):
+def shard_state(state):
     """Environments and replay are split over the devices; everything else is copied to all of them."""
-    return state.replace(**{name: placed(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
+    return state.replace(**{name: shard(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
 
 
 def map_in_pieces(function, tree, size):
@@ -726,7 +726,7 @@ def map_in_pieces(function, tree, size):
     divides it). A piece has rows from all over the arrays: each device has its share of them."""
     number = len(jax.tree.leaves(tree)[0])
     size = math.gcd(number, size)
-    cut = lambda x: placed(x.reshape(size, -1, *x.shape[1:]).swapaxes(0, 1), None, "envs")
+    cut = lambda x: shard(x.reshape(size, -1, *x.shape[1:]).swapaxes(0, 1), None, "envs")
     join = lambda x: x.swapaxes(0, 1).reshape(number, *x.shape[2:])
     return jax.tree.map(join, jax.lax.map(jax.vmap(function), jax.tree.map(cut, tree)))
 
@@ -1052,7 +1052,7 @@ class HumanoidMaze(BraxMaze):
             geom.contype = int(geom.name != "floor")
         for motor, gear in zip(spec.actuators, [350] * 11 + [100] * 6):
             motor.gear[0] = gear
-        # the goal of the maze task, which nobody is told to reach: its position and velocity are part of the state
+        # the goal of the maze task, unrewarded, but observed: its position and velocity are part of the state
         target = spec.worldbody.add_body(name="target", pos=(0, 0, 1.25))
         for axis in ((1, 0, 0), (0, 1, 0)):
             target.add_joint(type=mujoco.mjtJoint.mjJNT_SLIDE, axis=axis, limited=0)
@@ -1264,7 +1264,7 @@ def leaf_name(path):
 
 def save_checkpoint(path, state):
     """Every array of the state under its name. np.savez fetches and writes them one after the other."""
-    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(from_all_processes(state))}
+    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(all_gather(state))}
     write_atomically(path, lambda file: np.savez(file, **leaves))
 
 
@@ -1353,7 +1353,7 @@ def start_run(args, init, template, buffers):
     seconds = float(rows[-1]["seconds"]) if rows else 0.0
     if jax.device_count() == 1:
         return folder, state or init(), seconds
-    return folder, jax.jit(lambda state: split_over_devices(state or init()))(jax.device_get(state)), seconds
+    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state)), seconds
 
 
 def compile_iteration(args, env, state):
@@ -1434,7 +1434,7 @@ def iterations(args, folder, state, seconds, iterate):
 
             last = iteration == args.num_iterations
             due = time.time() - saved >= 60 * args.checkpoint_minutes
-            stopped, due = np.any(from_all_processes(np.array([[bool(received), due]])), axis=0)
+            stopped, due = np.any(all_gather(np.array([[bool(received), due]])), axis=0)
             if stopped or last or due:
                 try:
                     save_checkpoint(folder / "checkpoint.npz", state)
@@ -1562,7 +1562,7 @@ BELOW_ONE = ("gamma_cl", "reward_momentum")
 
 
 def check_numbers(args):
-    """One line and exit code 2 for a number that makes no sense."""
+    """One line and exit code 2 for out-of-range arguments."""
     if not args.run_dir:
         fail("--run-dir: it must not be empty")
     for name, value in dataclasses.asdict(args).items():

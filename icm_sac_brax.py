@@ -90,12 +90,12 @@ class Args:
     learning_starts: int = 1000  # steps in each environment before the first gradient step (paper Table 2)
     batch_size: int = 1024  # transitions in a gradient step (paper Table 2; 256 on the humanoid)
     multiplier: float = 1.0  # gradient steps: num_envs * (episode_length - 1) * multiplier / batch_size (paper Table 2)
-    learning_rate: float = 3e-4  # Adam step size of actor, critics, alpha and the bonus's model (paper Tables 2 to 4)
+    learning_rate: float = 3e-4  # Adam step size of SAC and of the intrinsic-reward model (paper Tables 2 to 4)
     agent_width: int = 256  # width of the two hidden layers of actor and critics (paper Table 2)
     gamma: float = 0.99  # discount of SAC (paper Table 2)
     target_rate: float = 0.005  # Polyak averaging rate of the target critics (authors' code)
 
-    encoder_width: int = 1024  # width of the hidden layers of the bonus's networks (paper Tables 3 and 4)
+    encoder_width: int = 1024  # width of the hidden layers of the intrinsic-reward model (paper Tables 3 and 4)
     feature_dim: int = 512  # number of features (paper Tables 4 and 7)
     forward_weight: float = 0.2  # weight of the forward loss; the inverse loss has the rest (paper Table 4)
     # divide the reward by its standard deviation in the batch: without it, errors soon vanish beside SAC's entropy
@@ -235,9 +235,9 @@ def q_values(params, args, obs, action):
 def critic_loss(params, args, batch, reward, next_value):
     target = reward + args.gamma * (1.0 - batch.terminated) * next_value
     error = q_values(params, args, batch.obs, batch.action) - target
-    known = 1.0 - batch.truncated  # the state after a truncation is not in the replay
-    loss = weighted_mean(jnp.mean(error**2, axis=0), known)
-    return loss, {"critic_loss": loss, "q_target": weighted_mean(target, known)}
+    valid = 1.0 - batch.truncated  # the state after a truncation is not in the replay
+    loss = weighted_mean(jnp.mean(error**2, axis=0), valid)
+    return loss, {"critic_loss": loss, "q_target": weighted_mean(target, valid)}
 
 
 def actor_loss(params, args, batch, critic_params, alpha, key):
@@ -359,7 +359,7 @@ def collect(args, env, state, key):
 
 # ---------------------------------------------------------------------------------------------------- training
 @flax.struct.dataclass
-class TrainState:
+class RunState:
     key: jax.Array
     iteration: jax.Array
     env: "EnvState"  # (N, ...)
@@ -405,7 +405,7 @@ def train_iteration(args, env, state):
     (agent, model), metrics = jax.lax.cond(enough, learn, wait, (state.agent, state.model))
     metrics |= collect_metrics | {"replay_entropy": replay_entropy(env, state.replay)}
     metrics["parameter_norm"] = optax.global_norm((model.params, agent.actor.params, agent.critic.params))
-    return split_over_devices(state.replace(agent=agent, model=model)), metrics, placed(frames)
+    return shard_state(state.replace(agent=agent, model=model)), metrics, shard(frames)
 
 
 # ----------------------------------------------------------------------------------------------- initial state
@@ -440,7 +440,7 @@ def init_state(args, env):
         "forward": forward_model.init(key_forward, jnp.zeros(args.feature_dim + env.action_size)),
         "inverse": inverse_model.init(key_inverse, jnp.zeros(2 * args.feature_dim)),
     }
-    return TrainState(
+    return RunState(
         key=key,
         iteration=jnp.int32(0),
         env=jax.vmap(env.reset)(jax.random.split(key_env, args.num_envs)),
@@ -457,7 +457,7 @@ def init_state(args, env):
 
 
 # ----------------------------------------------------------------------------------------------------- devices
-# the axes by which fields of TrainState are split over the devices
+# the axes by which fields of RunState are split over the devices
 SPLIT = {name: ("envs",) for name in ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")} | {
     "replay": (None, "envs")
 }
@@ -471,8 +471,8 @@ def join_processes():
         sys.stdout = open(os.devnull, "w")
 
 
-def from_all_processes(tree):
-    """The whole arrays of a tree whose parts may be with other processes, or one row for each process's own arrays."""
+def all_gather(tree):
+    """All-gather a sharded pytree: whole arrays in every process, or a row of each process's own arrays."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils
@@ -484,8 +484,8 @@ def device_mesh():
     return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def placed(tree, *axes):
-    """The first axes of the arrays are split over the devices where they are named "envs", else copied to them."""
+def shard(tree, *axes):
+    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device."""
     if jax.device_count() == 1:
         return tree
     mesh = device_mesh()
@@ -493,14 +493,14 @@ def placed(tree, *axes):
     return jax.tree.map(place, tree)
 
 
-def split_over_devices(state):
+def shard_state(state):
     """Environments and replay are split over the devices; everything else is copied to all of them."""
-    return state.replace(**{name: placed(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
+    return state.replace(**{name: shard(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
 
 
 def on_each_device(sample, key, args, *inputs):
     """sample(key, args, *inputs). On several devices each one samples its share of the rows from its own environments:
-    rows of any environment would have the whole replay sent around."""
+    sampling across devices would all-gather the replay."""
     devices = jax.device_count()
     if devices == 1:
         return sample(key, args, *inputs)
@@ -600,7 +600,7 @@ def mean_episode_length(reached):
 
 
 def replay_entropy(env, replay):
-    """Entropy (nats) of the visited bins in the replay: when it falls, the agents gather in one place."""
+    """Entropy (nats) of the visited bins in the replay: when it falls, the agents collapse to one region."""
     written = jnp.arange(len(replay.obs))[:, None] < replay.time
     slot = bin_slot(env, bin_place(replay.obs[..., : env.position_size]))
     counts = jnp.zeros(init_coverage(env).first_visit.shape, jnp.int32).at[slot].add(written)
@@ -789,7 +789,7 @@ class HumanoidMaze(BraxMaze):
             geom.contype = int(geom.name != "floor")
         for motor, gear in zip(spec.actuators, [350] * 11 + [100] * 6):
             motor.gear[0] = gear
-        # the goal of the maze task, which nobody is told to reach: its position and velocity are part of the state
+        # the goal of the maze task, unrewarded, but observed: its position and velocity are part of the state
         target = spec.worldbody.add_body(name="target", pos=(0, 0, 1.25))
         for axis in ((1, 0, 0), (0, 1, 0)):
             target.add_joint(type=mujoco.mjtJoint.mjJNT_SLIDE, axis=axis, limited=0)
@@ -979,7 +979,7 @@ def leaf_name(path):
 
 def save_checkpoint(path, state):
     """Every array of the state under its name. np.savez fetches and writes them one after the other."""
-    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(from_all_processes(state))}
+    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(all_gather(state))}
     write_atomically(path, lambda file: np.savez(file, **leaves))
 
 
@@ -1068,7 +1068,7 @@ def start_run(args, init, template, buffers):
     seconds = float(rows[-1]["seconds"]) if rows else 0.0
     if jax.device_count() == 1:
         return folder, state or init(), seconds
-    return folder, jax.jit(lambda state: split_over_devices(state or init()))(jax.device_get(state)), seconds
+    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state)), seconds
 
 
 def compile_iteration(args, env, state):
@@ -1149,7 +1149,7 @@ def iterations(args, folder, state, seconds, iterate):
 
             last = iteration == args.num_iterations
             due = time.time() - saved >= 60 * args.checkpoint_minutes
-            stopped, due = np.any(from_all_processes(np.array([[bool(received), due]])), axis=0)
+            stopped, due = np.any(all_gather(np.array([[bool(received), due]])), axis=0)
             if stopped or last or due:
                 try:
                     save_checkpoint(folder / "checkpoint.npz", state)
@@ -1256,7 +1256,7 @@ BELOW_ONE = ("gamma_cl", "reward_momentum")
 
 
 def check_numbers(args):
-    """One line and exit code 2 for a number that makes no sense."""
+    """One line and exit code 2 for out-of-range arguments."""
     if not args.run_dir:
         fail("--run-dir: it must not be empty")
     for name, value in dataclasses.asdict(args).items():

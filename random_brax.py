@@ -118,7 +118,7 @@ def collect(args, env, state, key):
 
 # ---------------------------------------------------------------------------------------------------- training
 @flax.struct.dataclass
-class TrainState:
+class RunState:
     key: jax.Array
     iteration: jax.Array
     env: "EnvState"  # (N, ...)
@@ -131,7 +131,7 @@ def train_iteration(args, env, state):
     """Collect; nothing is trained."""
     state = state.replace(iteration=state.iteration + 1)
     state, metrics, frames = collect(args, env, state, state.key)
-    return split_over_devices(state), metrics, placed(frames)
+    return shard_state(state), metrics, shard(frames)
 
 
 # ----------------------------------------------------------------------------------------------- initial state
@@ -139,7 +139,7 @@ def train_iteration(args, env, state):
 def init_state(args, env):
     """The whole state of a run: everything that a checkpoint holds."""
     key, key_env = jax.random.split(jax.random.PRNGKey(args.seed))
-    return TrainState(
+    return RunState(
         key=key,
         iteration=jnp.int32(0),
         env=jax.vmap(env.reset)(jax.random.split(key_env, args.num_envs)),
@@ -153,7 +153,7 @@ def init_state(args, env):
 
 
 # ----------------------------------------------------------------------------------------------------- devices
-# the axes by which fields of TrainState are split over the devices
+# the axes by which fields of RunState are split over the devices
 SPLIT = {name: ("envs",) for name in ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")} | {
     "replay": (None, "envs")
 }
@@ -167,8 +167,8 @@ def join_processes():
         sys.stdout = open(os.devnull, "w")
 
 
-def from_all_processes(tree):
-    """The whole arrays of a tree whose parts may be with other processes, or one row for each process's own arrays."""
+def all_gather(tree):
+    """All-gather a sharded pytree: whole arrays in every process, or a row of each process's own arrays."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils
@@ -180,8 +180,8 @@ def device_mesh():
     return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def placed(tree, *axes):
-    """The first axes of the arrays are split over the devices where they are named "envs", else copied to them."""
+def shard(tree, *axes):
+    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device."""
     if jax.device_count() == 1:
         return tree
     mesh = device_mesh()
@@ -189,9 +189,9 @@ def placed(tree, *axes):
     return jax.tree.map(place, tree)
 
 
-def split_over_devices(state):
+def shard_state(state):
     """Environments and replay are split over the devices; everything else is copied to all of them."""
-    return state.replace(**{name: placed(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
+    return state.replace(**{name: shard(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
 
 
 # ---------------------------------------------------------------------------------------------------- coverage
@@ -455,7 +455,7 @@ class HumanoidMaze(BraxMaze):
             geom.contype = int(geom.name != "floor")
         for motor, gear in zip(spec.actuators, [350] * 11 + [100] * 6):
             motor.gear[0] = gear
-        # the goal of the maze task, which nobody is told to reach: its position and velocity are part of the state
+        # the goal of the maze task, unrewarded, but observed: its position and velocity are part of the state
         target = spec.worldbody.add_body(name="target", pos=(0, 0, 1.25))
         for axis in ((1, 0, 0), (0, 1, 0)):
             target.add_joint(type=mujoco.mjtJoint.mjJNT_SLIDE, axis=axis, limited=0)
@@ -643,7 +643,7 @@ def leaf_name(path):
 
 def save_checkpoint(path, state):
     """Every array of the state under its name. np.savez fetches and writes them one after the other."""
-    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(from_all_processes(state))}
+    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(all_gather(state))}
     write_atomically(path, lambda file: np.savez(file, **leaves))
 
 
@@ -732,7 +732,7 @@ def start_run(args, init, template, buffers):
     seconds = float(rows[-1]["seconds"]) if rows else 0.0
     if jax.device_count() == 1:
         return folder, state or init(), seconds
-    return folder, jax.jit(lambda state: split_over_devices(state or init()))(jax.device_get(state)), seconds
+    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state)), seconds
 
 
 def compile_iteration(args, env, state):
@@ -813,7 +813,7 @@ def iterations(args, folder, state, seconds, iterate):
 
             last = iteration == args.num_iterations
             due = time.time() - saved >= 60 * args.checkpoint_minutes
-            stopped, due = np.any(from_all_processes(np.array([[bool(received), due]])), axis=0)
+            stopped, due = np.any(all_gather(np.array([[bool(received), due]])), axis=0)
             if stopped or last or due:
                 try:
                     save_checkpoint(folder / "checkpoint.npz", state)
@@ -920,7 +920,7 @@ BELOW_ONE = ("gamma_cl", "reward_momentum")
 
 
 def check_numbers(args):
-    """One line and exit code 2 for a number that makes no sense."""
+    """One line and exit code 2 for out-of-range arguments."""
     if not args.run_dir:
         fail("--run-dir: it must not be empty")
     for name, value in dataclasses.asdict(args).items():

@@ -108,7 +108,7 @@ def collect(args, env, state, key):
     beforehand, one for `reset_ratio` environment steps, and taken in turn (again from the first, should they run out).
     """
     next_key, key_worlds, key_steps = jax.random.split(key, 3)
-    starts = placed(init_worlds(env, key_worlds, math.ceil(args.steps_per_iteration / args.reset_ratio)))
+    starts = shard(init_worlds(env, key_worlds, math.ceil(args.steps_per_iteration / args.reset_ratio)))
 
     def step(carry, key):
         now, used = carry
@@ -127,7 +127,7 @@ def collect(args, env, state, key):
 
 # ---------------------------------------------------------------------------------------------------- training
 @flax.struct.dataclass
-class TrainState:
+class RunState:
     key: jax.Array
     iteration: jax.Array
     worlds: Worlds
@@ -138,14 +138,14 @@ class TrainState:
 def train_iteration(args, env, state):
     """Collect; nothing is trained."""
     state = collect(args, env, state.replace(iteration=state.iteration + 1), state.key)
-    return split_over_devices(state), episode_metrics(state.episodes)
+    return shard_state(state), episode_metrics(state.episodes)
 
 
 # ----------------------------------------------------------------------------------------------- initial state
 def make_worlds(env, key, number):
     """env.reset for so many new episodes, all together and each device its share: Craftax takes 0.4 MB a world, so that
     the 4,096 worlds of a rollout at the paper's sizes take 1.6 GB of working memory."""
-    return jax.vmap(env.reset)(placed(jax.random.split(key, number), "envs"))
+    return jax.vmap(env.reset)(shard(jax.random.split(key, number), "envs"))
 
 
 def init_worlds(env, key, number):
@@ -157,7 +157,7 @@ def init_worlds(env, key, number):
 def init_state(args, env):
     """The whole state of a run: everything that a checkpoint holds."""
     key, key_env = jax.random.split(jax.random.PRNGKey(args.seed))
-    return TrainState(key, jnp.int32(0), init_worlds(env, key_env, args.num_envs), init_episodes(args))
+    return RunState(key, jnp.int32(0), init_worlds(env, key_env, args.num_envs), init_episodes(args))
 
 
 # ==================================================================================================== appendix
@@ -165,7 +165,7 @@ def init_state(args, env):
 
 
 # ----------------------------------------------------------------------------------------------------- devices
-# the axes by which fields of TrainState are split over the devices
+# the axes by which fields of RunState are split over the devices
 SPLIT = {name: ("envs",) for name in ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")} | {
     "replay": (None, "envs")
 }
@@ -179,8 +179,8 @@ def join_processes():
         sys.stdout = open(os.devnull, "w")
 
 
-def from_all_processes(tree):
-    """The whole arrays of a tree whose parts may be with other processes, or one row for each process's own arrays."""
+def all_gather(tree):
+    """All-gather a sharded pytree: whole arrays in every process, or a row of each process's own arrays."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils
@@ -192,8 +192,8 @@ def device_mesh():
     return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def placed(tree, *axes):
-    """The first axes of the arrays are split over the devices where they are named "envs", else copied to them."""
+def shard(tree, *axes):
+    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device."""
     if jax.device_count() == 1:
         return tree
     mesh = device_mesh()
@@ -201,9 +201,9 @@ def placed(tree, *axes):
     return jax.tree.map(place, tree)
 
 
-def split_over_devices(state):
+def shard_state(state):
     """Environments and replay are split over the devices; everything else is copied to all of them."""
-    return state.replace(**{name: placed(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
+    return state.replace(**{name: shard(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
 
 
 # ------------------------------------------------------------------------------------------------ achievements
@@ -335,7 +335,7 @@ def leaf_name(path):
 
 def save_checkpoint(path, state):
     """Every array of the state under its name. np.savez fetches and writes them one after the other."""
-    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(from_all_processes(state))}
+    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(all_gather(state))}
     write_atomically(path, lambda file: np.savez(file, **leaves))
 
 
@@ -424,7 +424,7 @@ def start_run(args, init, template, buffers):
     seconds = float(rows[-1]["seconds"]) if rows else 0.0
     if jax.device_count() == 1:
         return folder, state or init(), seconds
-    return folder, jax.jit(lambda state: split_over_devices(state or init()))(jax.device_get(state)), seconds
+    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state)), seconds
 
 
 def compile_iteration(args, env, state):
@@ -505,7 +505,7 @@ def iterations(args, folder, state, seconds, iterate):
 
             last = iteration == args.num_iterations
             due = time.time() - saved >= 60 * args.checkpoint_minutes
-            stopped, due = np.any(from_all_processes(np.array([[bool(received), due]])), axis=0)
+            stopped, due = np.any(all_gather(np.array([[bool(received), due]])), axis=0)
             if stopped or last or due:
                 try:
                     save_checkpoint(folder / "checkpoint.npz", state)
@@ -623,7 +623,7 @@ BELOW_ONE = ("gamma_cl", "reward_momentum")
 
 
 def check_numbers(args):
-    """One line and exit code 2 for a number that makes no sense."""
+    """One line and exit code 2 for out-of-range arguments."""
     if not args.run_dir:
         fail("--run-dir: it must not be empty")
     for name, value in dataclasses.asdict(args).items():

@@ -29,14 +29,14 @@ args = ctec.Args(**json.loads(sys.argv[1]))
 env = ctec.make_env(args.env)
 answers = {"devices": jax.device_count()}
 single = ctec.init_state(args, env)
-state = ctec.split_over_devices(single)
+state = ctec.shard_state(single)
 places = lambda state: [str(x.sharding.spec) for x in (state.replay.obs, state.env.obs, state.agent.log_alpha.params)]
 answers["split"] = places(state)
 
 # the loss and its gradients of one batch, on one device and with its rows on eight
 pairs = ctec.Pairs(*(jax.random.normal(jax.random.PRNGKey(i), (32, n)) for i, n in ((1, 6), (2, 4))), jnp.ones(32))
 grad = jax.jit(jax.value_and_grad(lambda params, pairs: ctec.contrastive_loss(params, args, pairs)[0]))
-one, eight = grad(single.model.params, pairs), grad(state.model.params, ctec.placed(pairs, "envs"))
+one, eight = grad(single.model.params, pairs), grad(state.model.params, ctec.shard(pairs, "envs"))
 answers["gradient_error"] = max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(*map(jax.tree.leaves, (one, eight))))
 
 # each device's share of a batch is of its own environments; an observation says where it comes from
@@ -82,7 +82,7 @@ if args.env == "craftax_classic":
     script.CraftaxClassic = Game
 else:
     env = script.make_any_env(args.env)
-state = script.split_over_devices(script.init_state(args, env))
+state = script.shard_state(script.init_state(args, env))
 iterate = script.train_iteration.lower(args, env, state).compile()
 table = []
 for _ in range(4):

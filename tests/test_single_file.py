@@ -11,7 +11,7 @@ import pytest
 from helpers import ROOT, SCRIPTS
 
 # what differs from script to script by design
-DIFFERENT = {"Args", "TrainState", "main", "PRESETS", "PAPER", "METRICS", "init_state"}
+DIFFERENT = {"Args", "RunState", "main", "PRESETS", "PAPER", "METRICS", "init_state"}
 # one name in every script, the same argument names within a family, and a body of its own
 CONCEPTS = {"encode", "contrastive_loss", "model_loss", "intrinsic_reward", "collect", "update", "train_iteration",
             "Rollout", "action_distribution"}  # fmt: skip
