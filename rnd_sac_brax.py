@@ -1079,6 +1079,10 @@ def start_run(args, init, template, buffers):
     print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
     if device.platform == "cpu" and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
+    flag = "--xla_cpu_use_fusion_emitters=false"
+    is_robot = args.env.startswith(("ant", "humanoid", "arm"))
+    if device.platform == "cpu" and is_robot and flag not in os.environ.get("XLA_FLAGS", ""):
+        print(f"robots step faster on a CPU, the arm 100 times as fast, with XLA_FLAGS={flag}", flush=True)
     seconds = float(rows[-1]["seconds"]) if rows else 0.0
     if jax.device_count() == 1:
         return folder, state or init(), seconds

@@ -497,6 +497,17 @@ def test_what_may_be_zero_and_what_may_be_one():
     ctec.check_args(dataclasses.replace(fine, seed=2**32 - 1))
 
 
+def test_a_robot_on_a_cpu_is_told_the_flag_that_makes_it_fast(tmp_path, capsys, monkeypatch):
+    """But not where it is set, and not the point, which does not need it."""
+    monkeypatch.setattr(ctec, "check_memory", lambda *_: None)
+    for flags_set, env, told in (("", "arm_binpick_hard", True), ("", "point_u_maze", False),
+                                 ("--xla_cpu_use_fusion_emitters=false", "arm_binpick_hard", False)):  # fmt: skip
+        monkeypatch.setenv("XLA_FLAGS", flags_set)
+        args = ctec.Args(env=env, run_dir=str(tmp_path / f"{env}{told}"))
+        ctec.start_run(args, lambda: Counter(jnp.int32(0)), None, "no buffer")
+        assert ("--xla_cpu_use_fusion_emitters=false" in capsys.readouterr().out) == told
+
+
 def test_flags_win_over_the_preset_and_the_preset_over_the_paper():
     assert ctec.parse_args([]).num_envs == 1024
     assert ctec.parse_args(["--env=humanoid_u_maze"]).batch_size == 256
