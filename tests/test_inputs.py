@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import reproduce
+import studies
 from inputs import Inputs
 
 import ctec_sac_brax as ctec
@@ -51,13 +52,13 @@ def test_correlations_find_what_the_reward_is_made_of(monkeypatch):
 
 
 def test_a_study_from_end_to_end(monkeypatch, tmp_path):
-    flags = f"{reproduce.TINY} --encoder-width 16 --representation-size 8"
+    flags = f"{studies.TINY} --encoder-width 16 --representation-size 8"
     methods = [
-        reproduce.Method(label, "ctec_sac_brax", flags, 0.01, kind="inputs", inputs=words)
+        studies.Method(label, "ctec_sac_brax", flags, 0.01, kind="inputs", inputs=words)
         for label, words in (("C-TeC", ""), ("origin in the middle", "--origin middle"))
     ]
     kinds = ("curves", "correlations", "maps")
-    monkeypatch.setitem(reproduce.STUDIES, "tiny", reproduce.Study("tiny", methods, seeds=(1,), pictures=kinds))
+    monkeypatch.setitem(reproduce.STUDIES, "tiny", studies.Study("tiny", methods, seeds=(1,), pictures=kinds))
     places = dict(run_dir=tmp_path / "runs", results_dir=tmp_path / "results", docs_dir=tmp_path / "docs")
     assert reproduce.main(reproduce.Args(studies=("tiny",), jobs=1, **places)) == 0
     files = {"results.md", "images/tiny.png", "images/tiny_correlations.png", "images/tiny_maps.png"}

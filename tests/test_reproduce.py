@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 import report
 import reproduce
+import studies
 from helpers import ROOT
-from reproduce import Args, Method, Run, Study
+from reproduce import Args, Run
+from studies import Method, Study
 
-TINY_CTEC = f"{reproduce.TINY} --encoder-width 16 --representation-size 8"
-TINY_MODEL = f"{reproduce.TINY} --model-width 16"
+TINY_CTEC = f"{studies.TINY} --encoder-width 16 --representation-size 8"
+TINY_MODEL = f"{studies.TINY} --model-width 16"
 FAKE = '''
 """What reproduce.py sees of a script: its folder, its files, --resume, SIGTERM, exit codes."""
 import argparse, json, signal, sys, time
@@ -140,9 +142,9 @@ def study_process(tmp_path, flags):
 import sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT / "benchmarks")!r})
-import reproduce
-method = reproduce.Method("C-TeC", "ctec_sac_brax", {flags!r}, 0.005)
-reproduce.STUDIES["long"] = reproduce.Study("long", (method,), seeds=(1,))
+import reproduce, studies
+method = studies.Method("C-TeC", "ctec_sac_brax", {flags!r}, 0.005)
+reproduce.STUDIES["long"] = studies.Study("long", (method,), seeds=(1,))
 folders = {{name + "_dir": Path({str(tmp_path)!r}) / name for name in ("run", "results", "docs")}}
 sys.exit(reproduce.main(reproduce.Args(studies=("long",), jobs=1, **folders)))
 """
