@@ -11,7 +11,7 @@ One iteration:
 
     128 times, in every environment:                                                  # collect
         act with PPO's policy, store (s, a, log-probability, value, done), count the visit of the new cell
-    C-TeC:         reward_t = sum over k of gamma_cl^(k-1) * |phi(s_t, a_t) / tau - psi(s_(t+k))|_2         # update
+    C-TeC:         reward_t = sum over k of gamma_cl^(k-1) * |phi(s_t, a_t) / tau - psi(s_(t+k))|_2        # learn
     RND:           reward_t = error of a predictor of a fixed random network at s_(t+1)
     forward_error: reward_t = error of a model of s_(t+1), given s_t and a_t
     standardise the reward by its running mean and deviation; its advantages are normalised over the rollout
@@ -35,19 +35,21 @@ Metrics, implementation details and results: docs/ctec_ppo_noisy_tv.md
 # ///
 
 import collections
-import csv
+import contextlib
 import dataclasses
 import errno
 import functools
-import io
 import json
 import math
 import os
 import signal
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any, Literal
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # no line for each program that XLA loads from its cache
 
 import flax
 import flax.linen as nn
@@ -72,7 +74,9 @@ class Args:
     resume: str = ""  # folder of an earlier run: go on from its checkpoint, with its arguments
     run_dir: str = "runs"  # where the folder of the run is made
     checkpoint_minutes: float = 10.0  # minutes between checkpoints; always one at the end, at Ctrl-C and at SIGTERM
-    track: bool = False  # send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)
+    track: bool = False  # send metrics and pictures to wandb too (WANDB_MODE=offline works)
+    wandb_project_name: str = "ctec"  # project of the run on wandb
+    wandb_entity: str | None = None  # user or team of the run on wandb
     distributed: bool = False  # all processes that srun or mpirun has started together share this run
 
     tv: bool = True  # noise on the TV; --no-tv leaves plain floor in its place
@@ -131,11 +135,10 @@ class Args:
         return 1
 
 
-PAPER = {}  # there is one environment, and the defaults are its numbers
-PRESETS = {
-    "paper": {},
-    "laptop": dict(total_timesteps=500_000, grid_size=64, episode_length=256, num_envs=64, batch_size=512,
-                   agent_width=64, encoder_width=64, learning_rate=1e-3, checkpoint_minutes=2.0),
+PRESETS = {  # what a preset changes
+    "paper": {"all": {}},
+    "laptop": {"all": dict(total_timesteps=500_000, grid_size=64, episode_length=256, num_envs=64, batch_size=512,
+                           agent_width=64, encoder_width=64, learning_rate=1e-3, checkpoint_minutes=2.0)},
 }  # fmt: skip
 
 
@@ -162,7 +165,7 @@ class Pairs:
 
     anchor: jax.Array  # (B, ...)
     positive: jax.Array  # (B, ...)
-    weight: jax.Array  # (B,) 1.0; 0.0: no positive, still a negative for the others
+    mask: jax.Array  # (B,) 1.0; 0.0: no positive, still a negative for the others
 
 
 @flax.struct.dataclass
@@ -172,35 +175,35 @@ class Steps:  # of a rollout, as the bonus sees them
     weight: jax.Array | None  # (N, T, T+1) C-TeC: how much each state counts as a future of each step
 
 
-def steps_left(done):
+def steps_remaining(done):
     """(T, N) number of states that follow each step's state in its episode, inside the rollout of T+1 states. A step
     with done is the last of its episode."""
     t = jnp.arange(len(done))[:, None]
     return jax.lax.cummin(jnp.where(done, t, len(done)), axis=0, reverse=True) - t
 
 
-def truncated_geometric(key, left, gamma):
-    """Offsets k = 1..left with P(k) ~ gamma^(k-1), by the inverse distribution function; 0 where nothing is left."""
+def truncated_geometric(key, remaining, gamma):
+    """Offsets k = 1..remaining with P(k) ~ gamma^(k-1), by the inverse distribution function; 0 if none remains."""
     log_gamma = jnp.log(gamma)
-    u = jax.random.uniform(key, left.shape)
-    k = jnp.ceil(jnp.log1p(u * jnp.expm1(left * log_gamma)) / log_gamma).astype(jnp.int32)
-    return jnp.clip(k, jnp.minimum(left, 1), left)
+    u = jax.random.uniform(key, remaining.shape)
+    k = jnp.ceil(jnp.log1p(u * jnp.expm1(remaining * log_gamma)) / log_gamma).astype(jnp.int32)
+    return jnp.clip(k, jnp.minimum(remaining, 1), remaining)
 
 
-def future_times(key, args, left):
+def future_times(key, args, remaining):
     """(T, N) time of one sampled future of each step (Eq. 1); an episode's last step returns itself and is masked."""
-    return jnp.arange(len(left))[:, None] + truncated_geometric(key, left, args.gamma_cl)
+    return jnp.arange(len(remaining))[:, None] + truncated_geometric(key, remaining, args.gamma_cl)
 
 
-def future_weights(key, args, left):
+def future_weights(key, args, remaining):
     """(N, T, T+1) weight gamma_cl^(k-1) of the state k steps ahead, 0 beyond the episode (Appendix E.4); with
     `--reward-samples single`, weight 1 of one sampled future."""
-    steps = len(left)
-    left_of = left.T[..., None]  # (N, T, 1)
+    steps = len(remaining)
+    last = remaining.T[..., None]  # (N, T, 1)
     if args.reward_samples == "single":
-        return jax.nn.one_hot(future_times(key, args, left).T, steps + 1) * (left_of > 0)
+        return jax.nn.one_hot(future_times(key, args, remaining).T, steps + 1) * (last > 0)
     k = jnp.arange(steps + 1) - jnp.arange(steps)[:, None]  # (T, T+1)
-    weight = jnp.where((k >= 1) & (k <= left_of), args.gamma_cl ** (k - 1.0), 0.0)
+    weight = jnp.where((k >= 1) & (k <= last), args.gamma_cl ** (k - 1.0), 0.0)
     if args.normalize_reward:
         weight /= jnp.maximum(jnp.sum(weight, axis=-1, keepdims=True), 1e-8)
     return weight
@@ -210,14 +213,9 @@ def unit_length(x):
     return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-12)
 
 
-def bonus_network(args, outputs):
-    """The shape of all networks of the bonuses."""
-    return MLP(args.encoder_width, outputs, 3)
-
-
 def encode(params, args, x):
     """phi of [s, a], or psi of s_f: (..., representation_size), of unit length along the features."""
-    return unit_length(bonus_network(args, args.representation_size).apply(params, x))
+    return unit_length(MLP(args.encoder_width, args.representation_size, 3).apply(params, x))
 
 
 def l2_similarity(phi, psi):
@@ -227,22 +225,22 @@ def l2_similarity(phi, psi):
     return -jnp.sqrt(jnp.maximum(squared, 0.0) + 1e-8)
 
 
-def weighted_mean(x, weight):
-    return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+def masked_mean(x, mask):
+    return jnp.sum(x * mask) / jnp.maximum(jnp.sum(mask), 1.0)
 
 
-def infonce(logits, weight, logsumexp_penalty):
+def infonce(logits, mask, logsumexp_penalty):
     """InfoNCE over the rows, positives on the diagonal (Eq. 2), plus the penalty on logsumexp^2."""
     lse = jax.nn.logsumexp(logits, axis=1)  # (B,)
-    return weighted_mean(lse - jnp.diag(logits) + logsumexp_penalty * lse**2, weight)
+    return masked_mean(lse - jnp.diag(logits) + logsumexp_penalty * lse**2, mask)
 
 
-def contrastive_metrics(loss, logits, weight, phi, psi):
+def contrastive_metrics(loss, logits, mask, phi, psi):
     positive = jnp.diag(logits)
     return {
         "contrastive_loss": loss,
-        "accuracy": weighted_mean(jnp.argmax(logits, axis=1) == jnp.arange(len(logits)), weight),
-        "logits_positive": weighted_mean(positive, weight),
+        "accuracy": masked_mean(jnp.argmax(logits, axis=1) == jnp.arange(len(logits)), mask),
+        "logits_positive": masked_mean(positive, mask),
         "logits_negative": (jnp.sum(logits) - jnp.sum(positive)) / (logits.size - len(logits)),
         "phi_variance": jnp.mean(jnp.var(phi, axis=0)),
         "psi_variance": jnp.mean(jnp.var(psi, axis=0)),
@@ -258,8 +256,8 @@ def contrastive_loss(params, args, batch):
         logits = l2_similarity(phi / tau, psi)  # (B, B), row i: state-action i against every future
     else:
         logits = l2_similarity(phi, psi) / tau
-    loss = infonce(logits, batch.weight, args.logsumexp_penalty)
-    metrics = contrastive_metrics(loss, logits, batch.weight, phi, psi)
+    loss = infonce(logits, batch.mask, args.logsumexp_penalty)
+    metrics = contrastive_metrics(loss, logits, batch.mask, phi, psi)
     return loss, metrics | {"tau": jnp.exp(params["log_tau"])}  # stays at 1 if it is not learned
 
 
@@ -278,11 +276,11 @@ def prediction_error(params, args, anchor, next_obs):
     """(...) mean squared error at the next state. RND: of a predictor of a fixed random network's features of s'.
     Forward model: of the prediction of s' itself, place and colours, from the anchor [s, a]."""
     if args.bonus == "rnd":
-        network = bonus_network(args, args.representation_size)
+        network = MLP(args.encoder_width, args.representation_size, 3)
         predicted = network.apply(params["predictor"], next_obs)
         target = jax.lax.stop_gradient(network.apply(params["target"], next_obs))
     else:
-        predicted = bonus_network(args, next_obs.shape[-1]).apply(params["forward"], anchor)
+        predicted = MLP(args.encoder_width, next_obs.shape[-1], 3).apply(params["forward"], anchor)
         target = next_obs
     return jnp.mean((predicted - target) ** 2, axis=-1)
 
@@ -292,7 +290,7 @@ def model_loss(params, args, batch):
     No gradient reaches RND's target, and Adam leaves parameters without gradient as they are."""
     if args.bonus == "ctec":
         return contrastive_loss(params, args, batch)
-    loss = weighted_mean(prediction_error(params, args, batch.anchor, batch.positive), batch.weight)
+    loss = masked_mean(prediction_error(params, args, batch.anchor, batch.positive), batch.mask)
     return loss, {"model_loss": loss}
 
 
@@ -404,7 +402,7 @@ def ppo_rows_loss(params, args, env, rollout, advantage, target):
 # ----------------------------------------------------------------------------------------------------- rollout
 @flax.struct.dataclass
 class Rollout:
-    obs: jax.Array  # (T, N, state_size)
+    obs: jax.Array  # (T+1, N, state_size) the last is of the state after the rollout
     action: jax.Array  # (T, N)
     log_prob: jax.Array  # (T, N)
     value: jax.Array  # (T, N)
@@ -420,15 +418,32 @@ class Walkers:  # the scan carry of a rollout, (N, ...)
     episode_step: jax.Array  # steps of the episode so far
 
 
-def collect(args, env, state, key):
+# ---------------------------------------------------------------------------------------------------- training
+@flax.struct.dataclass
+class RunState:
+    key: jax.Array  # of the next iteration
+    key_learn: jax.Array  # of this iteration's reward and gradient steps
+    key_tv: jax.Array  # of what the TV shows
+    iteration: jax.Array
+    walkers: Walkers
+    visits: jax.Array  # (cells,) how often each cell was visited
+    reward_moments: jax.Array  # (2,) running mean and variance
+    agent: Model
+    model: Model  # C-TeC's {"phi", "psi", "log_tau"}, RND's {"predictor", "target"}, {"forward"}, or {}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def collect(args, env, state):
     """`num_steps` steps in every environment. What the TV shows has a random stream of its own, which neither the
     policy nor its actions touch."""
-    actions = action_distribution(env)
-    policy = lambda obs: ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, obs)
-    key_actions, key_starts = jax.random.split(key)
+    key, key_collect, key_learn = jax.random.split(state.key, 3)
+    state = state.replace(key=key, key_learn=key_learn, iteration=state.iteration + 1)
+    key_actions, key_starts = jax.random.split(key_collect)
     key_tv = jax.random.fold_in(state.key_tv, state.iteration)
     colours = env.draw_colours(key_tv, (args.num_steps, args.num_envs))
     starts = env.draw_starts(key_starts, (args.num_steps, args.num_envs))  # one for each episode that may end
+    actions = action_distribution(env)
+    policy = lambda obs: ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, obs)
 
     def step(now, inputs):
         key, colours, start = inputs
@@ -447,99 +462,72 @@ def collect(args, env, state, key):
 
     keys = jax.random.split(key_actions, args.num_steps)
     walkers, rollout = jax.lax.scan(step, state.walkers, (keys, colours, starts))
-    return state.replace(walkers=walkers, visits=count_visits(state.visits, rollout.cell)), rollout
+    rollout = rollout.replace(obs=jnp.concatenate([rollout.obs, walkers.obs[None]]))
+    state = state.replace(walkers=walkers, visits=state.visits.at[rollout.cell.ravel()].add(1))
+    return shard_state(state), shard(rollout, None, "envs"), visit_metrics(env, state.visits, rollout.cell)
 
 
-# ---------------------------------------------------------------------------------------------------- training
-@flax.struct.dataclass
-class RunState:
-    key: jax.Array
-    key_tv: jax.Array  # of what the TV shows
-    iteration: jax.Array
-    walkers: Walkers
-    visits: jax.Array  # (cells,) how often each cell was visited
-    reward_moments: jax.Array  # (2,) running mean and variance
-    agent: Model
-    model: Model  # C-TeC's {"phi", "psi", "log_tau"}, RND's {"predictor", "target"}, {"forward"}, or {}
-
-
-def standardize_known(args, moments, iteration, reward, known):
+def standardize_valid(args, moments, iteration, reward, valid):
     """The reward over its running mean and deviation, which begin with the first rollout's; 0, the mean, for the steps
-    whose reward is not known."""
-    mean = weighted_mean(reward, known)
-    now = jnp.stack([mean, weighted_mean((reward - mean) ** 2, known)])
+    whose reward is not valid."""
+    mean = masked_mean(reward, valid)
+    now = jnp.stack([mean, masked_mean((reward - mean) ** 2, valid)])
     moments = jnp.where(iteration == 1, now, args.reward_momentum * moments + (1 - args.reward_momentum) * now)
-    return moments, now, known * (reward - moments[0]) / (jnp.sqrt(moments[1]) + 1e-8)
+    return moments, now, valid * (reward - moments[0]) / (jnp.sqrt(moments[1]) + 1e-8)
 
 
-def update(args, env, state, rollout, key):
-    """Rewards from the model as it is, then `update_epochs` passes of model and agent over the rollout, in
-    gradient steps of `batch_size` shuffled transitions (a last smaller batch is left out)."""
-    key_reward, key_epochs = jax.random.split(key)
+def update(args, env, agent, model, pairs, *rows):
+    """One gradient step of the model on Pairs, and one of PPO on rows of (rollout, advantage, target)."""
+    adam = clipped_adam(args, args.learning_rate)
+    metrics = {}
+    if args.bonus != "none":
+        model, metrics = gradient_update(model_loss, model, adam, args, pairs)
+    agent, ppo_metrics = gradient_update(ppo_rows_loss, agent, adam, args, env, *rows)
+    return (agent, model), metrics | ppo_metrics
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def learn(args, env, state, rollout):
+    """Rewards from the model as it is, then `update_epochs` passes of model and agent over the rollout, in gradient
+    steps of `batch_size` shuffled transitions (a last smaller batch is left out)."""
+    key_reward, key_epochs = jax.random.split(state.key_learn)
     actions = action_distribution(env)
-    states = jnp.concatenate([rollout.obs, state.walkers.obs[None]])  # (T+1, N, state_size)
     action = actions.vector(rollout.action)
-    left = steps_left(rollout.done)
-    known = (left > 0).astype(jnp.float32)  # an episode's last step has no future and no next state
+    remaining = steps_remaining(rollout.done)
+    valid = (remaining > 0).astype(jnp.float32)  # an episode's last step has no future and no next state
 
-    # intrinsic rewards and their advantages
-    weight = future_weights(key_reward, args, left) if args.bonus == "ctec" else None
-    reward = intrinsic_reward(state.model.params, args, Steps(states, action, weight))
-    moments, now, scaled = standardize_known(args, state.reward_moments, state.iteration, reward, known)
-    scaled = scaled + args.gamma * rollout.final_value  # a truncated episode would have gone on
-    last_value = ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, states[-1])[1]
-    advantage = gae(args, scaled, rollout.value, rollout.done, last_value)
+    # intrinsic rewards and their advantages; a truncated episode would have gone on, so its final value is added
+    weight = future_weights(key_reward, args, remaining) if args.bonus == "ctec" else None
+    reward = intrinsic_reward(state.model.params, args, Steps(rollout.obs, action, weight))
+    moments, now, scaled = standardize_valid(args, state.reward_moments, state.iteration, reward, valid)
+    last_value = ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, rollout.obs[-1])[1]
+    advantage = gae(args, scaled + args.gamma * rollout.final_value, rollout.value, rollout.done, last_value)
     target = advantage + rollout.value
     advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)  # over the whole rollout
 
     # gradient steps of model and agent; a batch may be of any environments
-    states, action, left, known = shard((states, action, left, known))
-    rollout, advantage, target = shard((rollout, advantage, target))
-    flat = lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...)
-    steps = jax.tree.map(flat, (rollout.replace(obs=None), advantage, target))  # obs: the first rows of flat(states)
-    optimizer = clipped_adam(args, args.learning_rate)
+    flat = lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...), and N more states
+    states, action, valid, *steps = jax.tree.map(flat, shard((rollout.obs, action, valid, rollout, advantage, target)))
 
     def epoch(models, key):
         key_future, key_order = jax.random.split(key)
-        following = jnp.arange(args.num_steps)[:, None] + jnp.minimum(left, 1)
-        time_of = future_times(key_future, args, left) if args.bonus == "ctec" else following
-        positive = flat(time_of * args.num_envs + jnp.arange(args.num_envs))  # rows of flat(states)
-        order = jax.random.permutation(key_order, left.size)[: left.size // args.batch_size * args.batch_size]
+        following = jnp.arange(args.num_steps)[:, None] + jnp.minimum(remaining, 1)
+        time_of = future_times(key_future, args, remaining) if args.bonus == "ctec" else following
+        positive = flat(shard(time_of) * args.num_envs + jnp.arange(args.num_envs))  # rows of states
+        order = jax.random.permutation(key_order, valid.size)[: valid.size // args.batch_size * args.batch_size]
 
         def step(models, rows):
-            agent, model = models
-            obs = flat(states)[rows]
-            metrics = {}
-            if args.bonus != "none":
-                anchor = jnp.concatenate([obs, flat(action)[rows]], axis=-1)
-                pairs = Pairs(anchor, flat(states)[positive[rows]], flat(known)[rows])
-                model, metrics = gradient_update(model_loss, model, optimizer, args, pairs)
-            batch, *of_batch = jax.tree.map(lambda x: x[rows], steps)
-            batch = batch.replace(obs=obs)
-            agent, ppo_metrics = gradient_update(ppo_rows_loss, agent, optimizer, args, env, batch, *of_batch)
-            return (agent, model), metrics | ppo_metrics
+            anchor = jnp.concatenate([states[rows], action[rows]], axis=-1)
+            pairs = Pairs(anchor, states[positive[rows]], valid[rows])
+            return update(args, env, *models, pairs, *jax.tree.map(lambda x: x[rows], steps))
 
         return jax.lax.scan(step, models, shard(order.reshape(-1, args.batch_size), None, "envs"))
 
-    keys = jax.random.split(key_epochs, args.update_epochs)
-    (agent, model), metrics = jax.lax.scan(epoch, (state.agent, state.model), keys)
+    models = (state.agent, state.model)
+    (agent, model), metrics = jax.lax.scan(epoch, models, jax.random.split(key_epochs, args.update_epochs))
     metrics = jax.tree.map(jnp.mean, metrics) | {"reward_mean": now[0], "reward_std": jnp.sqrt(now[1])}
-    return state.replace(reward_moments=moments, agent=agent, model=model), metrics
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def train_iteration(args, env, state):
-    """Collect, then learn: all on the device, compiled once in a run."""
-    key, key_collect, key_update = jax.random.split(state.key, 3)
-    state = state.replace(key=key, iteration=state.iteration + 1)
-
-    # play `num_steps` steps in every environment
-    state, rollout = collect(args, env, state, key_collect)
-
-    # learn from the rollout
-    state, metrics = update(args, env, state, rollout, key_update)
-    metrics["parameter_norm"] = optax.global_norm((state.model.params, state.agent.params))
-    return shard_state(state), metrics | visit_metrics(env, state.visits, rollout.cell)
+    metrics["parameter_norm"] = optax.global_norm((model.params, agent.params))
+    return shard_state(state.replace(reward_moments=moments, agent=agent, model=model)), metrics
 
 
 # ----------------------------------------------------------------------------------------------- initial state
@@ -548,13 +536,13 @@ def init_bonus(args, env, key):
     key_one, key_two = jax.random.split(key)
     obs = jnp.zeros(env.state_size)
     anchor = jnp.zeros(env.state_size + env.num_actions)
-    features = bonus_network(args, args.representation_size)
+    features = MLP(args.encoder_width, args.representation_size, 3)
     if args.bonus == "ctec":
         return {"phi": features.init(key_one, anchor), "psi": features.init(key_two, obs), "log_tau": jnp.zeros(())}
     if args.bonus == "rnd":
         return {"predictor": features.init(key_one, obs), "target": features.init(key_two, obs)}
     if args.bonus == "forward_error":
-        return {"forward": bonus_network(args, env.state_size).init(key_one, anchor)}
+        return {"forward": MLP(args.encoder_width, env.state_size, 3).init(key_one, anchor)}
     return {}
 
 
@@ -570,6 +558,7 @@ def init_state(args, env):
     optimizer = clipped_adam(args, args.learning_rate)
     return RunState(
         key=key,
+        key_learn=key,
         key_tv=key_tv,
         iteration=jnp.int32(0),
         walkers=Walkers(cell, obs, episode_step),
@@ -586,17 +575,21 @@ def init_state(args, env):
 
 # ----------------------------------------------------------------------------------------------------- devices
 # the axes by which fields of RunState are split over the devices
-SPLIT = {name: ("envs",) for name in ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")} | {
-    "replay": (None, "envs")
-}
+SPLIT = {"walkers": ("envs",)}
 
 
-def join_processes():
-    """Processes that srun or mpirun has started together, on one machine or several, share a run. Only the first one
-    prints and writes."""
-    jax.distributed.initialize()
-    if jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w")
+def shard(tree, *axes):
+    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device.
+    XLA does the rest: it sums a batch that is drawn from all devices, and never sends a replay."""
+    if jax.device_count() == 1:
+        return tree
+    mesh = jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*axes[: x.ndim])))
+    return jax.tree.map(place, tree)
+
+
+def shard_state(state):
+    return state.replace(**{name: shard(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
 
 
 def all_gather(tree):
@@ -608,29 +601,7 @@ def all_gather(tree):
     return multihost_utils.process_allgather(tree, tiled=True)
 
 
-def device_mesh():
-    return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
-def shard(tree, *axes):
-    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device."""
-    if jax.device_count() == 1:
-        return tree
-    mesh = device_mesh()
-    place = lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*axes[: x.ndim])))
-    return jax.tree.map(place, tree)
-
-
-def shard_state(state):
-    """Environments and replay are split over the devices; everything else is copied to all of them."""
-    return state.replace(**{name: shard(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
-
-
 # ---------------------------------------------------------------------------------------------------- coverage
-def count_visits(visits, cell):
-    return visits.at[cell.ravel()].add(1)
-
-
 def visit_metrics(env, visits, cell):
     """Coverage so far, and how much of the time was spent at the TV. Without noise: at the place where it would be."""
     coverage = jnp.sum(visits > 0)
@@ -656,16 +627,17 @@ class NoisyGrid:
     num_actions = 5
     moves = np.array([(-1, 0), (1, 0), (0, -1), (0, 1), (0, 0)])
 
-    def __init__(self, size, rooms, window, tv, tv_row, tv_column, tv_share, start):
+    def __init__(self, args):
+        size = args.grid_size
         self.size = size
-        self.window = window
-        self.is_wall = self.walls(size, rooms)
+        self.window = args.window
+        self.is_wall = self.walls(size, args.rooms)
         self.free_cells = int(np.sum(~self.is_wall))
-        middle = size // rooms // 2 * (size + 1)  # of the first room
-        starts = np.flatnonzero(~self.is_wall) if start == "random" else np.array([middle])
+        middle = size // args.rooms // 2 * (size + 1)  # of the first room
+        starts = np.flatnonzero(~self.is_wall) if args.start == "random" else np.array([middle])
         self.starts = starts.astype(np.int32)  # the cells in which an episode may begin
-        self.tv_side = max(round(tv_share**0.5 * size), 1)
-        self.tv_corner = np.round(np.array([tv_row, tv_column]) * size - self.tv_side / 2).astype(int)
+        self.tv_side = max(round(args.tv_share**0.5 * size), 1)
+        self.tv_corner = np.round(np.array([args.tv_row, args.tv_column]) * size - self.tv_side / 2).astype(int)
         row, column = np.divmod(np.arange(size**2), size)
         in_tv = lambda x, corner: (x >= corner) & (x < corner + self.tv_side)
         in_square = in_tv(row, self.tv_corner[0]) & in_tv(column, self.tv_corner[1])
@@ -679,7 +651,7 @@ class NoisyGrid:
 
         # what is at each place of the window around each cell, (cells, window^2)
         content = np.where(self.is_wall, WALL, FLOOR)
-        if tv:
+        if args.tv:
             content = np.where(self.is_tv, TV, content)
         self.view = self.around(content, WALL).astype(np.uint8)
         self.sees_tv = self.around(self.is_tv, False).any(axis=-1)
@@ -688,7 +660,7 @@ class NoisyGrid:
         octaves = 2.0 ** np.arange(max(math.ceil(math.log2(size / 8)), 0) + 2)
         angle = np.pi * np.arange(size)[:, None] * octaves / size
         self.place_code = np.concatenate([np.sin(angle), np.cos(angle)], axis=-1).astype(np.float32)
-        self.state_size = 2 * self.place_code.shape[1] + 3 * window**2
+        self.state_size = 2 * self.place_code.shape[1] + 3 * self.window**2
 
     @staticmethod
     def walls(size, rooms):
@@ -729,32 +701,29 @@ class NoisyGrid:
 
 
 @functools.cache
-def make_grid(*numbers):
-    return NoisyGrid(*numbers)
-
-
 def make_noisy_tv(args):
-    place = (args.tv_row, args.tv_column, args.tv_share)
-    return make_grid(args.grid_size, args.rooms, args.window, args.tv, *place, args.start)
+    return NoisyGrid(args)
 
 
 # ----------------------------------------------------------------------------------- run folder and checkpoint
-METRICS = """iteration steps seconds steps_per_second coverage coverage_share at_tv on_tv at_tv_run reward_mean
-    reward_std contrastive_loss accuracy logits_positive logits_negative tau phi_variance psi_variance model_loss
-    policy_loss value_loss value_mean entropy kl clipped parameter_norm""".split()  # the columns of metrics.csv
-
-
 def fail(message, code=2):
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(code)
 
 
-def clock(seconds):
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:,.1f} h"
+def start_jax(args):
+    """Join the processes of a launcher, and cache compiled programs: code for one processor can crash another one that
+    shares the home folder, so each kind has a folder of its own."""
+    if args.distributed:
+        jax.distributed.initialize()
+        if jax.process_index() > 0:
+            sys.stdout = open(os.devnull, "w")  # the first process speaks for all
+    if not jax.config.jax_compilation_cache_dir:
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+        kind = "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+        cache = Path.home() / ".cache" / "ctec_jax" / f"{zlib.crc32(kind.encode()):08x}"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
 
 
 def write_atomically(path, write):
@@ -800,54 +769,38 @@ def load_checkpoint(path, template):
         fail(f"{path} is no checkpoint of this run ({error}): put a copy in its place, or start without --resume")
 
 
-def read_metrics(path, iteration):
-    """The rows of metrics.csv up to an iteration, as dictionaries."""
+def read_metrics(path, columns, iteration):
+    """The lines of metrics.csv up to an iteration."""
     try:
-        with open(path, newline="") as file:
-            reader = csv.DictReader(file)
-            rows = [row for row in reader if None not in row.values()]  # a kill may have cut the last one
-    except (OSError, csv.Error) as error:
+        header, *lines = path.read_text().splitlines()
+    except (OSError, ValueError) as error:
         fail(f"{path}: {error}; it belongs to the checkpoint beside it")
-    if reader.fieldnames != METRICS:
+    if header.split(",") != columns:
         fail(f"{path} is of another version of this script")
-    return [row for row in rows if int(row["iteration"]) <= iteration]
-
-
-def write_metrics(path, rows):
-    text = io.StringIO()
-    writer = csv.DictWriter(text, METRICS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+    whole = [line for line in lines if line.count(",") == header.count(",")]  # a kill may have cut the last one
+    return [line for line in whole if int(line.split(",")[0]) <= iteration]
 
 
 def nbytes(tree):
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def check_memory(args, template):
-    """One line and exit code 2, before anything is allocated, if a device's share of the state does not fit it."""
+def start_run(args, init, buffers):
+    """Make the run's folder, or open the one to resume. Returns it and the state: init(), or the checkpoint's. buffers
+    says in words what takes the memory."""
+    template = jax.eval_shape(init)
     device = jax.local_devices()[0]
     limits = device.memory_stats() or {}  # a CPU has none
-    there = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    split = sum(nbytes(getattr(template, name, ())) for name in SPLIT)
-    share = nbytes(template) - split + split // jax.device_count()
-    if share > there:
-        sizes = f"the run's state needs {share / 1e9:,.1f} GB, the device ({device.platform}) has"
-        fail(f"{sizes} {there / 1e9:,.1f} GB: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
-
-
-def start_run(args, init, template, buffers):
-    """Make the run's folder, or open the one to resume. Returns it, the state (init(), or the checkpoint's) and the
-    seconds spent so far. template has the state's shapes; buffers says in words what takes the memory."""
-    check_memory(args, template)
+    memory = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / 1e9
+    needed = nbytes(template) / jax.device_count() / 1e9
+    if needed > memory:
+        sizes = f"the run's state needs {needed:,.1f} GB, the device ({device.platform}) has {memory:,.1f} GB"
+        fail(f"{sizes}: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
     state = None
-    rows = []
     name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(args.resume or Path(args.run_dir) / name)
     if args.resume:
         state = load_checkpoint(folder / "checkpoint.npz", template)
-        rows = read_metrics(folder / "metrics.csv", int(state.iteration))
         if state.iteration >= args.num_iterations:
             fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
     elif jax.process_index() == 0:
@@ -855,124 +808,123 @@ def start_run(args, init, template, buffers):
             folder.mkdir(parents=True)
         except OSError as error:
             fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
-    config = json.dumps(dataclasses.asdict(args) | {"resume": "", "distributed": False}, indent=1)
-    write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
-    write_metrics(folder / "metrics.csv", rows)
 
-    device = jax.devices()[0]
     devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
     print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
-    if device.platform == "cpu" and args.preset == "paper":
-        print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     flag = "--xla_cpu_use_fusion_emitters=false"
     is_robot = args.env.startswith(("ant", "humanoid", "arm"))
+    if device.platform == "cpu" and args.preset == "paper":
+        print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     if device.platform == "cpu" and is_robot and flag not in os.environ.get("XLA_FLAGS", ""):
         print(f"robots step faster on a CPU, the arm 100 times as fast, with XLA_FLAGS={flag}", flush=True)
-    seconds = float(rows[-1]["seconds"]) if rows else 0.0
     if jax.device_count() == 1:
-        return folder, state or init(), seconds
-    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state)), seconds
+        return folder, state or init()
+    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state))
 
 
-def compile_iteration(args, env, state):
-    """train_iteration for this state, compiled now, so that the first iteration is timed like the others."""
+def compile_stage(stage, *inputs):
+    """The stage for such inputs, compiled now, so that the first iteration is timed like the others; and the names of
+    its metrics, which are its last output."""
     began = time.time()
-    iterate = train_iteration.lower(args, env, state).compile()
-    print(f"compiled in {clock(time.time() - began)}", flush=True)
-    return iterate
+    compiled = stage.lower(*inputs).compile()
+    print(f"compiled {stage.__name__} in {time.time() - began:.0f} s", flush=True)
+    return compiled, list(stage.eval_shape(*inputs)[-1])
 
 
-def finite_metrics(args, folder, iteration, metrics):
-    """The metrics as numbers. One that is not finite ends the run; but before the first update, and while the
-    parameters are finite, nan means: no value yet. There is no episode length while no episode ends."""
-    values = {name: float(metrics[name]) for name in METRICS if name in metrics}
-    missing = [name for name, x in values.items() if not math.isfinite(x)]
-    waiting = iteration < args.first_update and math.isfinite(values.get("parameter_norm", 0.0))
-    for name in missing:
-        no_value = waiting or name == "episode_length"
-        if not no_value or not math.isnan(values[name]):
-            words = f"iteration {iteration}: {name} is {values[name]}"
-            fail(f"{words}; the last good checkpoint, if any, is kept in {folder}", code=1)
-    return {name: x for name, x in values.items() if name not in missing}
+class Run(contextlib.AbstractContextManager):
+    """What surrounds the iterations: metrics.csv, checkpoints, progress, wandb. Inside `with`, Ctrl-C and SIGTERM end
+    the run after an iteration, with a checkpoint. Only the first process writes."""
 
+    def __init__(self, args, folder, state, metric_names):
+        self.args = args
+        self.folder = folder
+        self.iteration = int(state.iteration)
+        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
+        path = folder / "metrics.csv"
+        lines = read_metrics(path, self.columns, self.iteration) if args.resume else []
+        self.seconds = float(lines[-1].split(",")[2]) if lines else 0.0
+        self.recent = collections.deque(maxlen=20)  # seconds of the latest iterations, from the first update on
+        config = dataclasses.asdict(args) | {"resume": "", "distributed": False}
+        write_atomically(folder / "args.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
+        table = "".join(f"{line}\n" for line in [",".join(self.columns), *lines])
+        write_atomically(path, lambda file: file.write(table.encode()))
+        first = jax.process_index() == 0
+        self.file = open(path if first else os.devnull, "a")
+        self.wandb = None
+        if args.track and first:
+            import wandb
 
-def show_progress(args, bar, row):
-    """On a terminal tqdm's bar; elsewhere a line for each twentieth of the run."""
-    name = "coverage" if "coverage" in row else "achievements"
-    result = f"{name} {round(row[name], 2):,.10g}, {row['steps_per_second']:,.0f} steps/s"
-    iterations_left = args.num_iterations - row["iteration"]
-    if not bar.disable:
-        bar.set_postfix_str(result, refresh=False)
-        bar.update()
-    elif row["iteration"] % math.ceil(args.num_iterations / 20) == 0 or not iterations_left:
-        left = f"{clock(iterations_left * args.steps_per_iteration / row['steps_per_second'])} left"
-        when = left if row["iteration"] >= args.first_update else "not learning yet"
-        print(f"{row['iteration'] / args.num_iterations:4.0%}  {result}, {when}", flush=True)
+            names = dict(project=args.wandb_project_name, entity=args.wandb_entity, id=folder.name)
+            self.wandb = wandb.init(**names, resume="allow", config=config, dir=folder)
+        self.bar = tqdm(total=args.num_iterations, initial=self.iteration, disable=not first,
+                        mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
+                        bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}")  # fmt: skip
+        self.signals = []
+        receive = lambda number, _: self.signals.append(signal.Signals(number))
+        self.handlers = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.saved = time.time()
+        self.began = time.time()
 
-
-def iterations(args, folder, state, seconds, iterate):
-    """Yield (state, row of metrics, whatever else iterate returns) after each iteration. Writes metrics.csv, shows the
-    progress, and saves checkpoints when the caller is done with the iteration. Stops at Ctrl-C and SIGTERM."""
-    track = args.track and jax.process_index() == 0
-    if track:
-        import wandb
-
-        wandb.init(project="ctec", id=folder.name, resume="allow", config=dataclasses.asdict(args), dir=folder)
-    received = []  # signals
-    handle = lambda number, _: received.append(signal.Signals(number))
-    handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    first = int(state.iteration) + 1
-    layout = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
-    bar = tqdm(total=args.num_iterations, initial=first - 1, bar_format=layout, disable=None)  # None: if no terminal
-    log = open(folder / "metrics.csv" if jax.process_index() == 0 else os.devnull, "a", newline="")
-    writer = csv.DictWriter(log, METRICS, lineterminator="\n")
-    recent = collections.deque(maxlen=20)  # seconds of the latest iterations, without those before the first update
-    saved = time.time()
-    try:
-        for iteration in range(first, args.num_iterations + 1):
-            began = time.time()
-            state, metrics, *more = iterate(state)
-            metrics = jax.device_get(metrics)
-            spent = time.time() - began
-            seconds += spent
-            if iteration <= args.first_update:
-                recent.clear()
-            recent.append(spent)
-
-            values = finite_metrics(args, folder, iteration, metrics)
-            rate = len(recent) * args.steps_per_iteration / sum(recent)
-            row = {"iteration": iteration, "steps": iteration * args.steps_per_iteration}
-            row |= {"seconds": round(seconds, 1), "steps_per_second": round(rate, 1)} | values
-            writer.writerow(row)
-            log.flush()
-            if track:
-                wandb.log(row, step=row["steps"])
-            show_progress(args, bar, row)
-            yield state, row, *more
-
-            last = iteration == args.num_iterations
-            due = time.time() - saved >= 60 * args.checkpoint_minutes
-            stopped, due = np.any(all_gather(np.array([[bool(received), due]])), axis=0)
-            if stopped or last or due:
-                try:
-                    save_checkpoint(folder / "checkpoint.npz", state)
-                except (OSError, MemoryError) as error:  # there may be room again before the next one
-                    if stopped or last:
-                        raise
-                    bar.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
-                saved = time.time()
-            if stopped and not last:
-                bar.close()
-                by = received[0] if received else signal.SIGTERM  # which another process received
-                fail(f"stopped by {by.name}; go on with: python {Path(__file__).name} --resume {folder}", code=128 + by)
-    finally:
-        bar.close()
-        log.close()
-        for number, handler in handlers.items():
+    def __exit__(self, *_):
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        if track:
-            wandb.finish()
+        self.bar.close()
+        self.file.close()
+        if self.wandb:
+            from wandb import Image
+
+            self.wandb.log({path.stem: Image(str(path)) for path in sorted(self.folder.glob("*.png"))})
+            self.wandb.finish()
+
+    def log(self, metrics):
+        """Add a row to metrics.csv and return it. A metric that is not finite ends the run; but there is no episode
+        length while no episode ends."""
+        values = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        spent = time.time() - self.began
+        self.seconds += spent
+        self.iteration += 1
+        if self.iteration <= self.args.first_update:
+            self.recent.clear()
+        self.recent.append(spent)
+        rate = len(self.recent) * self.args.steps_per_iteration / sum(self.recent)
+        row = {"iteration": self.iteration, "steps": self.iteration * self.args.steps_per_iteration}
+        row |= {"seconds": round(self.seconds, 1), "steps_per_second": round(rate, 1)}
+        row |= {name: x for name, x in values.items() if math.isfinite(x)}
+        broken = [f"{name} is {x}" for name, x in values.items() if name not in row and name != "episode_length"]
+        if broken:
+            self.bar.close()
+            words = f"iteration {self.iteration}: {', '.join(broken)}"
+            fail(f"{words}; the last good checkpoint, if any, is kept in {self.folder}", code=1)
+        self.file.write(",".join(str(row.get(name, "")) for name in self.columns) + "\n")
+        self.file.flush()
+        if self.wandb:
+            self.wandb.log(row, step=row["steps"])
+        name = "coverage" if "coverage" in row else "achievements"
+        self.bar.set_postfix_str(f"{name} {round(row[name], 2):,.10g}, {rate:,.0f} steps/s", refresh=False)
+        self.bar.update()
+        return row
+
+    def save(self, state):
+        """End an iteration: write a checkpoint if one is due, at the end of the run, and after a signal, which then
+        ends the run."""
+        last = self.iteration == self.args.num_iterations
+        due = time.time() - self.saved >= 60 * self.args.checkpoint_minutes
+        stopped, due = np.any(all_gather(np.array([[bool(self.signals), due]])), axis=0)
+        if stopped or last or due:
+            try:
+                save_checkpoint(self.folder / "checkpoint.npz", state)
+            except (OSError, MemoryError) as error:  # there may be room again before the next one
+                if stopped or last:
+                    raise
+                tqdm.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+            self.saved = time.time()
+        if stopped and not last:
+            self.bar.close()
+            by = self.signals[0] if self.signals else signal.SIGTERM  # which another process received
+            script = Path(__file__).name
+            fail(f"stopped by {by.name}; go on with: python {script} --resume {self.folder}", code=128 + by)
+        self.began = time.time()
 
 
 # ---------------------------------------------------------------------------------------------------- pictures
@@ -1016,92 +968,91 @@ def save_visits(args, env, folder, visits, steps):
 
 # -------------------------------------------------------------------------------------------------------- main
 def parse_args(argv=None):
-    """Explicit flags win over the preset, the preset over the paper's changes for one robot, those over the defaults.
-    With --resume, explicit flags win over the arguments of the earlier run."""
+    """Explicit flags win over the preset, and with --resume over the arguments of the earlier run."""
     parse = functools.partial(tyro.cli, Args, args=argv, description=__doc__)
     args = parse()
     if not args.resume:
-        robot = args.env.split("_")[0]
-        return parse(default=Args(**PAPER.get(robot, {}) | PRESETS[args.preset]))
+        robots = PRESETS[args.preset]
+        return parse(default=Args(**robots.get(args.env.split("_")[0], robots["all"])))
     try:
-        earlier = json.loads((Path(args.resume) / "args.json").read_text())
-        default = Args(**earlier | {"resume": args.resume})
+        earlier = json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume}
+        default = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in earlier.items()})
     except (OSError, ValueError, TypeError) as error:
         fail(f"--resume {args.resume}: it is not the folder of a run of this script ({error})")
     return parse(default=default)
 
 
-MAY_BE_ZERO = ("seed", "checkpoint_minutes", "logsumexp_penalty", "noise", "forward_coef", "entropy_coef", "value_coef",
-               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum",
-               "gae_lambda", "slip", "epsilon", "first_offset")  # fmt: skip
-AT_MOST_ONE = ("gamma", "target_rate", "gae_lambda", "forward_weight")
-BELOW_ONE = ("gamma_cl", "reward_momentum")
+def require(args, rules):
+    """One line and exit code 2 if a rule does not hold. rules: {"field must ...": whether it does}."""
+    for rule, holds in rules.items():
+        if not holds:
+            name, words = rule.split(" ", 1)
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
 
 
-def check_numbers(args):
-    """One line and exit code 2 for out-of-range arguments."""
-    if not args.run_dir:
-        fail("--run-dir: it must not be empty")
-    for name, value in dataclasses.asdict(args).items():
-        if type(value) not in (int, float):
-            continue
-        flag = f"--{name.replace('_', '-')} {value}"
-        if not math.isfinite(value):
-            fail(f"{flag}: it must be a finite number")
-        if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
-            fail(f"{flag}: it must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
-        if value > 1 and name in AT_MOST_ONE:
-            fail(f"{flag}: it must be at most 1")
-        if value >= 1 and name in BELOW_ONE:
-            fail(f"{flag}: it must be below 1")
-        if value >= 2**32 and name == "seed":
-            fail(f"{flag}: it must be below 2^32")
-        if name in ("num_envs", "batch_size") and value % jax.device_count():
-            fail(f"{flag}: it must be a multiple of the {jax.device_count()} devices")
+def check_numbers(args, may_be_zero):
+    rules = {"seed must be below 2^32": args.seed < 2**32, "run_dir must not be empty": args.run_dir}
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            zero = name in may_be_zero
+            rules[f"{name} must be {'at least' if zero else 'above'} 0"] = value > 0 or (zero and value == 0)
+            rules[f"{name} must be finite"] = value < math.inf
+        if name in ("num_envs", "batch_size"):
+            rules[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
+    require(args, rules)
 
 
-def check_tv_args(args):
-    check_numbers(args)
-    steps = args.steps_per_iteration
-    if not 2 <= args.batch_size <= steps:
-        fail(f"--batch-size {args.batch_size}: it must be at least 2, and at most num_envs * num_steps = {steps}")
-    if args.num_steps * args.num_iterations >= 2**31 // args.num_envs:
-        fail(f"--total-timesteps {args.total_timesteps}: it must be below 2^31, as far as visits are counted")
-    if args.window % 2 == 0 or args.window > args.grid_size:
-        fail(f"--window {args.window}: it must be odd, and at most --grid-size {args.grid_size}")
-    if args.rooms * 4 > args.grid_size:
-        fail(f"--rooms {args.rooms}: a room must be at least 4 cells wide, and --grid-size is {args.grid_size}")
-    if args.tv_share >= 1:
-        fail(f"--tv-share {args.tv_share}: it must be below 1")
+def check_args(args):
+    may_be_zero = "seed checkpoint_minutes entropy_coef value_coef gae_lambda reward_momentum logsumexp_penalty".split()
+    check_numbers(args, may_be_zero)
+    require(args, {
+        "gamma must be at most 1": args.gamma <= 1,
+        "gae_lambda must be at most 1": args.gae_lambda <= 1,
+        "gamma_cl must be below 1": args.gamma_cl < 1,
+        "reward_momentum must be below 1": args.reward_momentum < 1,
+        "batch_size must be at least 2": args.batch_size >= 2,
+        "batch_size must be at most num_envs * num_steps": args.batch_size <= args.steps_per_iteration,
+        "window must be odd, and at most grid_size": args.window % 2 == 1 and args.window <= args.grid_size,
+        "rooms must be at least 4 cells wide": args.rooms * 4 <= args.grid_size,
+        "tv_share must be below 1": args.tv_share < 1,
+        "total_timesteps must be below 2^31": args.num_iterations * args.steps_per_iteration < 2**31,
+    })  # fmt: skip
     env = make_noisy_tv(args)
-    if np.any(env.tv_corner < 0) or np.any(env.tv_corner + env.tv_side > env.size):
-        place = f"--tv-row {args.tv_row} --tv-column {args.tv_column}"
-        fail(f"{place}: the TV of {env.tv_side} x {env.tv_side} cells must lie inside the grid")
+    inside = (env.tv_corner >= 0) & (env.tv_corner + env.tv_side <= env.size)
+    words = "must leave the TV inside the grid"
+    require(args, {f"tv_row {words}": inside[0], f"tv_column {words}": inside[1]})
 
 
 def finish_tv(env, folder, row):
     """The last lines of a run, and what main returns."""
-    pictures = sorted(path.name for path in folder.glob("*") if path.suffix == ".png")
+    spent = tqdm.format_interval(row["seconds"])
     result = f"coverage {row['coverage']:,.0f} of {env.free_cells:,} cells after {row['steps']:,} steps"
-    print(f"{result} in {clock(row['seconds'])}, {row['at_tv_run']:.1%} of them at the TV")
-    print(f"pictures {', '.join(pictures)}")
+    print(f"{result} in {spent}, {row['at_tv_run']:.1%} of them at the TV")
+    print(f"pictures {', '.join(sorted(path.name for path in folder.glob('*.png')))}")
     print(f"folder   {folder}")
+    print(f"play     python evaluate.py {folder}")
     return row | {"folder": str(folder)}
 
 
 def main(args):
-    """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
-    if args.distributed:
-        join_processes()
-    check_tv_args(args)
+    """Collect and learn in turn. Returns the last row of metrics, with the run's folder."""
+    start_jax(args)
+    check_args(args)
     env = make_noisy_tv(args)
     init = functools.partial(init_state, args, env)
     buffers = f"rollout buffer {4e-6 * args.steps_per_iteration * env.state_size:,.1f} MB"
-    folder, state, seconds = start_run(args, init, jax.eval_shape(init), buffers)
-    iterate = compile_iteration(args, env, state)
-    for state, row in iterations(args, folder, state, seconds, iterate):
-        if row["iteration"] in picture_iterations(args):
-            save_visits(args, env, folder, state.visits, row["steps"])
+    folder, state = start_run(args, init, buffers)
+    compiled_collect, collect_names = compile_stage(collect, args, env, state)
+    _, rollout, _ = compiled_collect.out_info
+    compiled_learn, learn_names = compile_stage(learn, args, env, state, rollout)
+    with Run(args, folder, state, [*collect_names, *learn_names]) as run:
+        for iteration in range(run.iteration + 1, args.num_iterations + 1):
+            state, rollout, metrics = compiled_collect(state)
+            state, learn_metrics = compiled_learn(state, rollout)
+            row = run.log(metrics | learn_metrics)
+            if iteration in picture_iterations(args):
+                save_visits(args, env, folder, state.visits, row["steps"])
+            run.save(state)
     return finish_tv(env, folder, row)
 
 

@@ -10,7 +10,7 @@ One iteration:
 
     512 times, in every environment:                                                  # collect
         act with PPO's policy, store (s, a, log-probability, value, done), mark the bin of the new position as visited
-    ETD:   reward = min over the episode's states s_k before s' of d(s_k, s')                             # update
+    ETD:   reward = min over the episode's states s_k before s' of d(s_k, s')         # learn
     C-TeC: reward = |phi(s, a) / tau - psi(s_f)| with a sampled future s_f
     standardise the reward by its running mean and deviation, without the steps with which episodes ended
     advantages of the reward, normalised over the rollout
@@ -35,7 +35,6 @@ Metrics, implementation details and results: docs/etd_ppo.md
 
 import collections
 import contextlib
-import csv
 import dataclasses
 import errno
 import functools
@@ -47,8 +46,11 @@ import signal
 import sys
 import time
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any, Literal
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # no line for each program that XLA loads from its cache
 
 import flax
 import flax.linen as nn
@@ -63,7 +65,7 @@ with contextlib.redirect_stdout(io.StringIO()):  # no "Failed to import warp": a
     import brax.spring.pipeline
     import mujoco
     from brax import actuator, base
-    from brax.io import html, mjcf
+    from brax.io import mjcf
     from mujoco import mjx
 warnings.filterwarnings("ignore", message="Brax System, piplines and environments are not actively")
 
@@ -83,14 +85,15 @@ class Args:
     resume: str = ""  # folder of an earlier run: go on from its checkpoint, with its arguments
     run_dir: str = "runs"  # where the folder of the run is made
     checkpoint_minutes: float = 10.0  # minutes between checkpoints; always one at the end, at Ctrl-C and at SIGTERM
-    track: bool = False  # send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)
+    track: bool = False  # send metrics and pictures to wandb too (WANDB_MODE=offline works)
+    wandb_project_name: str = "ctec"  # project of the run on wandb
+    wandb_entity: str | None = None  # user or team of the run on wandb
     distributed: bool = False  # all processes that srun or mpirun has started together share this run
     episode_window: int = 1024  # number of latest finished episodes over which the achievement rates are taken
 
     num_envs: int = 256  # parallel environments (the paper's on the humanoid; ETD: 16)
     num_steps: int = 512  # steps in each environment before the update of an iteration; futures end with them (ETD)
-    # steps after which an episode is truncated (paper Table 2; 10,000 in Craftax, as the game does)
-    episode_length: int = 1000
+    episode_length: int = 1000  # steps after which an episode is truncated (paper Table 2; 10,000 in Craftax)
     batch_size: int = 1024  # transitions in a gradient step (paper Table 2; 256 on the humanoid)
     update_epochs: int = 4  # passes over a rollout, of PPO and of the encoders (ETD)
     learning_rate: float = 3e-4  # Adam step size of PPO (ETD)
@@ -108,16 +111,14 @@ class Args:
     encoder_width: int = 1024  # width of the hidden layers of the intrinsic-reward model (paper Tables 3 and 4)
     representation_size: int = 64  # size of a representation (paper Tables 3 and 4)
     gamma_cl: float = 0.99  # discount of the future-state distribution, of C-TeC too, in Craftax too (ETD)
-    # what ETD keeps of an episode's states: embeddings by the weights of their time, or observations (slower)
-    memory: Literal["embeddings", "observations"] = "embeddings"
+    memory: Literal["embeddings", "observations"] = "embeddings"  # of ETD: as first encoded (stale); exact, slower
     memory_size: int = 1000  # states of an episode that ETD keeps; of a longer one the latest
     similarity: Literal["l1", "l2"] = "l1"  # C-TeC's: minus this distance (paper: L1 on the robots, L2 in Craftax)
     # normalise representations for the reward. batch: each feature over the batch (authors' code). unit: rows (text)
     reward_features: Literal["batch", "unit"] = "batch"
     # phi: divide phi by tau before the distance, in loss and reward (authors' code). logits: C / tau in the loss (text)
     temperature: Literal["phi", "logits"] = "phi"
-    # weight of mean(logsumexp^2) in the contrastive loss of C-TeC (authors' launch script; paper Table 3: 0.1)
-    logsumexp_penalty: float = 0.0
+    logsumexp_penalty: float = 0.0  # weight of mean(logsumexp^2) in C-TeC's loss (authors' launch script; Table 3: 0.1)
 
     @property
     def steps_per_iteration(self):
@@ -132,14 +133,12 @@ class Args:
         return 1
 
 
-PAPER = {  # what the paper's tables change for one environment
-    "humanoid": dict(batch_size=256),
-    "craftax": dict(episode_length=10_000, similarity="l2", reward_features="unit"),
-}
-PRESETS = {
-    "paper": {},
-    # fewer environments rather than shorter rollouts: futures end with a rollout
-    "laptop": dict(total_timesteps=1_000_000, num_envs=32, batch_size=256, encoder_width=256, checkpoint_minutes=2.0),
+CRAFTAX = dict(episode_length=10_000, similarity="l2", reward_features="unit")
+# fewer environments rather than shorter rollouts: futures end with a rollout
+LAPTOP = dict(total_timesteps=1_000_000, num_envs=32, batch_size=256, encoder_width=256, checkpoint_minutes=2.0)
+PRESETS = {  # what a preset changes: for one robot or game, or for all others
+    "paper": {"humanoid": dict(batch_size=256), "craftax": CRAFTAX, "all": {}},
+    "laptop": {"craftax": LAPTOP | CRAFTAX, "all": LAPTOP},
 }
 
 
@@ -166,45 +165,45 @@ class Pairs:
 
     anchor: jax.Array  # (B, ...)
     positive: jax.Array  # (B, ...)
-    weight: jax.Array  # (B,) 1.0; 0.0: no positive, still a negative for the others
+    mask: jax.Array  # (B,) 1.0; 0.0: no positive, still a negative for the others
 
 
-def steps_left(done):
+def steps_remaining(done):
     """(T, N) number of states that follow each step's state in its episode, inside the rollout of T+1 states. A step
     with done is the last of its episode."""
     t = jnp.arange(len(done))[:, None]
     return jax.lax.cummin(jnp.where(done, t, len(done)), axis=0, reverse=True) - t
 
 
-def truncated_geometric(key, left, gamma):
-    """Offsets k = 1..left with P(k) ~ gamma^(k-1), by the inverse distribution function; 0 where nothing is left."""
+def truncated_geometric(key, remaining, gamma):
+    """Offsets k = 1..remaining with P(k) ~ gamma^(k-1), by the inverse distribution function; 0 if none remains."""
     log_gamma = jnp.log(gamma)
-    u = jax.random.uniform(key, left.shape)
-    k = jnp.ceil(jnp.log1p(u * jnp.expm1(left * log_gamma)) / log_gamma).astype(jnp.int32)
-    return jnp.clip(k, jnp.minimum(left, 1), left)
+    u = jax.random.uniform(key, remaining.shape)
+    k = jnp.ceil(jnp.log1p(u * jnp.expm1(remaining * log_gamma)) / log_gamma).astype(jnp.int32)
+    return jnp.clip(k, jnp.minimum(remaining, 1), remaining)
 
 
-def future_times(key, args, left):
+def future_times(key, args, remaining):
     """(T, N) time of one sampled future of each step (Eq. 1); an episode's last step returns itself and is masked."""
-    return jnp.arange(len(left))[:, None] + truncated_geometric(key, left, args.gamma_cl)
+    return jnp.arange(len(remaining))[:, None] + truncated_geometric(key, remaining, args.gamma_cl)
 
 
-def weighted_mean(x, weight):
-    return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+def masked_mean(x, mask):
+    return jnp.sum(x * mask) / jnp.maximum(jnp.sum(mask), 1.0)
 
 
-def infonce(logits, weight, logsumexp_penalty):
+def infonce(logits, mask, logsumexp_penalty):
     """InfoNCE over the rows, positives on the diagonal (Eq. 2), plus the penalty on logsumexp^2."""
     lse = jax.nn.logsumexp(logits, axis=1)  # (B,)
-    return weighted_mean(lse - jnp.diag(logits) + logsumexp_penalty * lse**2, weight)
+    return masked_mean(lse - jnp.diag(logits) + logsumexp_penalty * lse**2, mask)
 
 
-def contrastive_metrics(loss, logits, weight, phi, psi):
+def contrastive_metrics(loss, logits, mask, phi, psi):
     positive = jnp.diag(logits)
     return {
         "contrastive_loss": loss,
-        "accuracy": weighted_mean(jnp.argmax(logits, axis=1) == jnp.arange(len(logits)), weight),
-        "logits_positive": weighted_mean(positive, weight),
+        "accuracy": masked_mean(jnp.argmax(logits, axis=1) == jnp.arange(len(logits)), mask),
+        "logits_positive": masked_mean(positive, mask),
         "logits_negative": (jnp.sum(logits) - jnp.sum(positive)) / (logits.size - len(logits)),
         "phi_variance": jnp.mean(jnp.var(phi, axis=0)),
         "psi_variance": jnp.mean(jnp.var(psi, axis=0)),
@@ -213,9 +212,8 @@ def contrastive_metrics(loss, logits, weight, phi, psi):
 
 def mrn_distance(x, y):
     """d(x_i, y_j) = max(relu(x_i1 - y_j1)) + |x_i2 - y_j2|_2 on the halves of the representations (metric residual
-    network), for all pairs of rows. It obeys the triangle inequality, and the way back may be longer than the way out.
-    One feature at a time, rematerialised in the backward pass, as in l1_similarity. The gradient of the maximum goes to
-    the feature that is the largest."""
+    network), for all pairs of rows: it obeys the triangle inequality, and need not be symmetric. One feature at a time,
+    rematerialised in the backward pass, as in l1_similarity. The gradient of the maximum goes to its argmax."""
     x1, x2 = jnp.split(x, 2, axis=-1)
     y1, y2 = jnp.split(y, 2, axis=-1)
     unroll = 1 if jax.default_backend() == "cpu" else 8
@@ -241,8 +239,8 @@ def etd_loss(params, args, batch):
     x, _ = encode_state(params, args, batch.anchor)
     y, potential = encode_state(params, args, batch.positive)
     logits = potential - mrn_distance(x, y)  # (B, B)
-    loss = 0.5 * (infonce(logits, batch.weight, 0.0) + infonce(logits.T, batch.weight, 0.0))
-    return loss, contrastive_metrics(loss, logits, batch.weight, x, y)
+    loss = 0.5 * (infonce(logits, batch.mask, 0.0) + infonce(logits.T, batch.mask, 0.0))
+    return loss, contrastive_metrics(loss, logits, batch.mask, x, y)
 
 
 @flax.struct.dataclass
@@ -303,12 +301,12 @@ def unit_length(x):
     return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-12)
 
 
-def reward_features(args, x, weight):
+def reward_features(args, x, mask):
     """Normalise representations (..., d) for the reward. `unit`: L2-normalise rows (paper's text). `batch`: divide each
-    feature by its norm over the rows of weight 1 (authors' code)."""
+    feature by its norm over the rows with mask 1 (authors' code)."""
     if args.reward_features == "unit":
         return unit_length(x)
-    return x * jax.lax.rsqrt(jnp.sum(weight[..., None] * x**2, axis=tuple(range(x.ndim - 1))) + 1e-12)
+    return x * jax.lax.rsqrt(jnp.sum(mask[..., None] * x**2, axis=tuple(range(x.ndim - 1))) + 1e-12)
 
 
 def l1_similarity(phi, psi):
@@ -341,20 +339,20 @@ def ctec_loss(params, args, batch):
         logits = similarity(phi / tau, psi)  # (B, B), row i: state-action i against every future
     else:
         logits = similarity(phi, psi) / tau
-    loss = infonce(logits, batch.weight, args.logsumexp_penalty)
-    return loss, contrastive_metrics(loss, logits, batch.weight, phi, psi) | {"tau": tau}
+    loss = infonce(logits, batch.mask, args.logsumexp_penalty)
+    return loss, contrastive_metrics(loss, logits, batch.mask, phi, psi) | {"tau": tau}
 
 
 def ctec_reward(params, args, key, states, action, done):
     """(T, N) the distance |phi(s, a) - psi(s_f)| to a sampled future of the rollout (Eq. 3), 0 where there is none."""
-    left = steps_left(done)
+    remaining = steps_remaining(done)
     anchor = jnp.concatenate([states[:-1], action], axis=-1)
-    future = jnp.take_along_axis(states, future_times(key, args, left)[..., None], axis=0)
-    phi = reward_features(args, encode(params["phi"], args, anchor), left > 0)
-    psi = reward_features(args, encode(params["psi"], args, future), left > 0)
+    future = jnp.take_along_axis(states, future_times(key, args, remaining)[..., None], axis=0)
+    phi = reward_features(args, encode(params["phi"], args, anchor), remaining > 0)
+    psi = reward_features(args, encode(params["psi"], args, future), remaining > 0)
     if args.temperature == "phi":
         phi = phi / jnp.exp(params["log_tau"])
-    return jnp.where(left > 0, jnp.linalg.norm(phi - psi, ord=int(args.similarity[1]), axis=-1), 0.0)
+    return jnp.where(remaining > 0, jnp.linalg.norm(phi - psi, ord=int(args.similarity[1]), axis=-1), 0.0)
 
 
 def contrastive_loss(params, args, batch):
@@ -362,11 +360,11 @@ def contrastive_loss(params, args, batch):
     return etd_loss(params, args, batch) if args.bonus == "etd" else ctec_loss(params, args, batch)
 
 
-def intrinsic_reward(params, args, key, states, action, done, memory):
+def intrinsic_reward(params, args, key, rollout, action, memory):
     """(T, N) the reward before it is standardised, and ETD's memory after the rollout."""
     if args.bonus == "etd":
-        return etd_reward(params, args, states, done, memory)
-    return ctec_reward(params, args, key, states, action, done), None
+        return etd_reward(params, args, rollout.obs, rollout.done, memory)
+    return ctec_reward(params, args, key, rollout.obs, action, rollout.done), None
 
 
 # --------------------------------------------------------------------------------------------------------- PPO
@@ -499,7 +497,7 @@ def ppo_rows_loss(params, args, env, rollout, advantage, target):
 # ----------------------------------------------------------------------------------------------------- rollout
 @flax.struct.dataclass
 class Rollout:
-    obs: jax.Array  # (T, N, state_size)
+    obs: jax.Array  # (T+1, N, state_size) the last is of the state after the rollout
     action: jax.Array  # (T, N, ...), as the distribution samples it
     log_prob: jax.Array  # (T, N)
     value: jax.Array  # (T, N)
@@ -507,47 +505,11 @@ class Rollout:
     final_value: jax.Array  # (T, N) of the state after a step with which the episode was truncated, else 0
 
 
-def collect(args, env, state, key):
-    """`num_steps` steps in every environment. The start states of new episodes are drawn once an iteration."""
-    key_start, key_actions = jax.random.split(key)
-    starts = make_worlds(env, key_start, args.num_envs)
-    actions = action_distribution(env)
-    policy = lambda obs: ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, obs)
-
-    def step(carry, key):
-        now, episode_step = carry
-        output, value = policy(now.obs)
-        action = actions.sample(key, output)
-        with jax.default_matmul_precision("highest"):  # no TF32 in the physics
-            after = jax.vmap(env.step)(now, actions.vector(action))
-        terminated = after.terminated | ~jnp.all(jnp.isfinite(after.obs), axis=-1)  # physics that blew up ends too
-        truncated = (episode_step + 1 >= args.episode_length) & ~terminated
-        done = terminated | truncated
-        final_value = jax.lax.cond(jnp.any(truncated), lambda: policy(after.obs)[1], lambda: jnp.zeros_like(value))
-        final_value = jnp.where(truncated, final_value, 0.0)
-        transition = Rollout(now.obs, action, actions.log_prob(output, action), value, done, final_value)
-        reached = Reached(after.obs[..., : env.position_size], jnp.where(done, episode_step + 1, 0))
-
-        restart = lambda start, x: jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start, x)
-        carry = (jax.tree.map(restart, starts, after), jnp.where(done, 0, episode_step + 1))
-        return carry, (transition, reached, env.frame(after.physics))
-
-    keys = jax.random.split(key_actions, args.num_steps)
-    (now, episode_step), (rollout, reached, frames) = jax.lax.scan(step, (state.env, state.episode_step), keys)
-    if env.position_size:
-        success = mark_visited(args, env, state.success, state.iteration, reached.position)
-        metrics = {"episode_length": mean_episode_length(reached)} | coverage_metrics(success)
-    else:  # a frame of Craftax holds the achievements
-        length = reached.episode_length
-        success = insert_episodes(state.success, rollout.done, frames, length, jnp.zeros(length.shape))
-        metrics = episode_metrics(success)
-    return state.replace(env=now, episode_step=episode_step, success=success), rollout, metrics, frames
-
-
 # ---------------------------------------------------------------------------------------------------- training
 @flax.struct.dataclass
 class RunState:
-    key: jax.Array
+    key: jax.Array  # of the next iteration
+    key_learn: jax.Array  # of this iteration's reward and gradient steps
     iteration: jax.Array
     env: "EnvState"  # (N, ...)
     episode_step: jax.Array  # (N,)
@@ -558,80 +520,92 @@ class RunState:
     model: Model  # ETD's encoder, or C-TeC's {"phi", "psi", "log_tau"}
 
 
-def standardize_known(args, moments, iteration, reward, known):
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def collect(args, env, state):
+    """`num_steps` steps in every environment. The start states of new episodes are drawn once an iteration."""
+    key, key_collect, key_learn = jax.random.split(state.key, 3)
+    key_start, key_actions = jax.random.split(key_collect)
+    starts = make_worlds(env, key_start, args.num_envs)
+    actions = action_distribution(env)
+    policy = lambda obs: ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, obs)
+
+    def step(carry, key):
+        now, _ = carry
+        output, value = policy(now.obs)
+        action = actions.sample(key, output)
+        carry, (obs, done, truncated), success = step_and_reset(args, env, starts, *carry, actions.vector(action))
+        value_of_cut = lambda: jnp.where(truncated, policy(obs)[1], 0.0)
+        final_value = jax.lax.cond(jnp.any(truncated), value_of_cut, lambda: jnp.zeros_like(value))
+        transition = Rollout(now.obs, action, actions.log_prob(output, action), value, done, final_value)
+        return carry, (transition, success)
+
+    keys = jax.random.split(key_actions, args.num_steps)
+    (now, episode_step), (rollout, success) = jax.lax.scan(step, (state.env, state.episode_step), keys)
+    rollout = rollout.replace(obs=jnp.concatenate([rollout.obs, now.obs[None]]))
+    state = state.replace(key=key, key_learn=key_learn, iteration=state.iteration + 1, env=now)
+    success, metrics = count_success(args, env, state, *success)
+    return shard_state(state.replace(episode_step=episode_step, success=success)), shard(rollout, None, "envs"), metrics
+
+
+def standardize_valid(args, moments, iteration, reward, valid):
     """The reward over its running mean and deviation, which begin with the first rollout's; 0, the mean, for the steps
-    whose reward is not known."""
-    mean = weighted_mean(reward, known)
-    now = jnp.stack([mean, weighted_mean((reward - mean) ** 2, known)])
+    whose reward is not valid."""
+    mean = masked_mean(reward, valid)
+    now = jnp.stack([mean, masked_mean((reward - mean) ** 2, valid)])
     moments = jnp.where(iteration == 1, now, args.reward_momentum * moments + (1 - args.reward_momentum) * now)
-    return moments, now, known * (reward - moments[0]) / (jnp.sqrt(moments[1]) + 1e-8)
+    return moments, now, valid * (reward - moments[0]) / (jnp.sqrt(moments[1]) + 1e-8)
 
 
-def update(args, env, state, rollout, key):
+def update(args, env, agent, model, pairs, *rows):
+    """One gradient step of the encoders on Pairs, and one of PPO on rows of (rollout, advantage, target)."""
+    encoder_adam = clipped_adam(args, args.encoder_learning_rate)
+    model, metrics = gradient_update(contrastive_loss, model, encoder_adam, args, pairs)
+    agent, ppo_metrics = gradient_update(ppo_rows_loss, agent, clipped_adam(args, args.learning_rate), args, env, *rows)
+    return (agent, model), metrics | ppo_metrics
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def learn(args, env, state, rollout):
     """Rewards from the encoders as they are, then `update_epochs` passes of encoders and agent over the rollout, in
     gradient steps of `batch_size` shuffled transitions (a last smaller batch is left out)."""
-    key_reward, key_epochs = jax.random.split(key)
+    key_reward, key_epochs = jax.random.split(state.key_learn)
     actions = action_distribution(env)
-    states = jnp.concatenate([rollout.obs, state.env.obs[None]])  # (T+1, N, state_size)
     action = actions.vector(rollout.action)
-    left = steps_left(rollout.done)
-    known = (left > 0).astype(jnp.float32)  # an episode's last step has no future and no next state
+    remaining = steps_remaining(rollout.done)
+    valid = (remaining > 0).astype(jnp.float32)  # an episode's last step has no future and no next state
 
     # intrinsic rewards and their advantages; a truncated episode would have gone on, so its final value is added
-    reward, memory = intrinsic_reward(state.model.params, args, key_reward, states, action, rollout.done, state.memory)
-    moments, now, scaled = standardize_known(args, state.reward_moments, state.iteration, reward, known)
-    last_value = ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, states[-1])[1]
+    reward, memory = intrinsic_reward(state.model.params, args, key_reward, rollout, action, state.memory)
+    moments, now, scaled = standardize_valid(args, state.reward_moments, state.iteration, reward, valid)
+    last_value = ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, rollout.obs[-1])[1]
     advantage = gae(args, scaled + args.gamma * rollout.final_value, rollout.value, rollout.done, last_value)
     target = advantage + rollout.value
     advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)  # over the whole rollout
 
     # gradient steps of encoders and agent; a batch may be of any environments
-    states, action, left, known = shard((states, action, left, known))
-    rollout, advantage, target = shard((rollout, advantage, target))
-    flat = lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...)
-    steps = jax.tree.map(flat, (rollout.replace(obs=None), advantage, target))  # obs: the first rows of flat(states)
-    adam = clipped_adam(args, args.learning_rate)
-    encoder_adam = clipped_adam(args, args.encoder_learning_rate)
+    flat = lambda x: x.reshape(-1, *x.shape[2:])  # (T * N, ...), and N more states
+    states, action, valid, *steps = jax.tree.map(flat, shard((rollout.obs, action, valid, rollout, advantage, target)))
 
     def epoch(models, key):
         key_future, key_order = jax.random.split(key)
-        future = flat(future_times(key_future, args, left) * args.num_envs + jnp.arange(args.num_envs))
-        order = jax.random.permutation(key_order, left.size)[: left.size // args.batch_size * args.batch_size]
+        future = flat(future_times(key_future, args, shard(remaining)) * args.num_envs + jnp.arange(args.num_envs))
+        order = jax.random.permutation(key_order, valid.size)[: valid.size // args.batch_size * args.batch_size]
 
         def step(models, rows):
-            agent, model = models
-            obs = flat(states)[rows]
-            anchor = obs if args.bonus == "etd" else jnp.concatenate([obs, flat(action)[rows]], axis=-1)
-            pairs = Pairs(anchor, flat(states)[future[rows]], flat(known)[rows])
-            model, metrics = gradient_update(contrastive_loss, model, encoder_adam, args, pairs)
-            batch, *of_batch = jax.tree.map(lambda x: x[rows], steps)
-            batch = batch.replace(obs=obs)
-            agent, ppo_metrics = gradient_update(ppo_rows_loss, agent, adam, args, env, batch, *of_batch)
-            return (agent, model), metrics | ppo_metrics
+            anchor = states[rows]
+            if args.bonus == "ctec":
+                anchor = jnp.concatenate([anchor, action[rows]], axis=-1)
+            pairs = Pairs(anchor, states[future[rows]], valid[rows])
+            return update(args, env, *models, pairs, *jax.tree.map(lambda x: x[rows], steps))
 
         return jax.lax.scan(step, models, shard(order.reshape(-1, args.batch_size), None, "envs"))
 
     models = (state.agent, state.model)
     (agent, model), metrics = jax.lax.scan(epoch, models, jax.random.split(key_epochs, args.update_epochs))
     metrics = jax.tree.map(jnp.mean, metrics) | {"reward_mean": now[0], "reward_std": jnp.sqrt(now[1])}
+    metrics["parameter_norm"] = optax.global_norm((model.params, agent.params))
     metrics |= {"memory_overflow": memory.overflow} if memory else {}
-    return state.replace(memory=memory, reward_moments=moments, agent=agent, model=model), metrics
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def train_iteration(args, env, state):
-    """Collect, then learn: all on the device, compiled once in a run."""
-    key, key_collect, key_update = jax.random.split(state.key, 3)
-    state = state.replace(key=key, iteration=state.iteration + 1)
-
-    # play `num_steps` steps in every environment
-    state, rollout, collect_metrics, frames = collect(args, env, state, key_collect)
-
-    # learn from the rollout
-    state, metrics = update(args, env, state, rollout, key_update)
-    metrics |= collect_metrics
-    metrics["parameter_norm"] = optax.global_norm((state.model.params, state.agent.params))
-    return shard_state(state), metrics, shard(frames) if env.position_size else None
+    return shard_state(state.replace(memory=memory, reward_moments=moments, agent=agent, model=model)), metrics
 
 
 # ----------------------------------------------------------------------------------------------- initial state
@@ -664,6 +638,7 @@ def init_state(args, env):
     episode_step = jax.random.randint(key_step, (args.num_envs,), 0, args.episode_length if env.position_size else 1)
     return RunState(
         key=key,
+        key_learn=key,
         iteration=jnp.int32(0),
         env=make_worlds(env, key_env, args.num_envs),
         episode_step=episode_step,
@@ -681,17 +656,21 @@ def init_state(args, env):
 
 # ----------------------------------------------------------------------------------------------------- devices
 # the axes by which fields of RunState are split over the devices
-SPLIT = {name: ("envs",) for name in ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")} | {
-    "replay": (None, "envs")
-}
+SPLIT = {name: ("envs",) for name in ("env", "episode_step", "memory")}
 
 
-def join_processes():
-    """Processes that srun or mpirun has started together, on one machine or several, share a run. Only the first one
-    prints and writes."""
-    jax.distributed.initialize()
-    if jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w")
+def shard(tree, *axes):
+    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device.
+    XLA does the rest: it sums a batch that is drawn from all devices, and never sends a replay."""
+    if jax.device_count() == 1:
+        return tree
+    mesh = jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*axes[: x.ndim])))
+    return jax.tree.map(place, tree)
+
+
+def shard_state(state):
+    return state.replace(**{name: shard(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
 
 
 def all_gather(tree):
@@ -701,24 +680,6 @@ def all_gather(tree):
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(tree, tiled=True)
-
-
-def device_mesh():
-    return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
-def shard(tree, *axes):
-    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device."""
-    if jax.device_count() == 1:
-        return tree
-    mesh = device_mesh()
-    place = lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*axes[: x.ndim])))
-    return jax.tree.map(place, tree)
-
-
-def shard_state(state):
-    """Environments and replay are split over the devices; everything else is copied to all of them."""
-    return state.replace(**{name: shard(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
 
 
 def map_in_pieces(function, tree, size):
@@ -802,13 +763,10 @@ def mark_visited(args, env, coverage, iteration, position):
     return Coverage(first_visit, table)
 
 
-def coverage_metrics(coverage):
-    return {"coverage": jnp.sum(coverage.first_visit < NEVER)}
-
-
-def mean_episode_length(reached):
-    """Of the episodes that ended; nan if none did."""
-    return jnp.sum(reached.episode_length) / jnp.sum(reached.episode_length > 0)
+def coverage_metrics(coverage, reached):
+    """Bins so far, and the mean length of the episodes that ended; nan if none did."""
+    length = jnp.sum(reached.episode_length) / jnp.sum(reached.episode_length > 0)
+    return {"coverage": jnp.sum(coverage.first_visit < NEVER), "episode_length": length}
 
 
 ACHIEVEMENTS = """collect_wood place_table eat_cow collect_sapling collect_drink make_wood_pickaxe make_wood_sword
@@ -871,6 +829,16 @@ def episode_metrics(episodes):
     }
 
 
+def count_success(args, env, state, reached, achievements):
+    """Add the steps of an iteration to the coverage, or the episodes that ended to the latest ones; and the metrics."""
+    if env.position_size:
+        coverage = mark_visited(args, env, state.success, state.iteration, reached.position)
+        return coverage, coverage_metrics(coverage, reached)
+    length = reached.episode_length
+    episodes = insert_episodes(state.success, length > 0, achievements, length, jnp.zeros(length.shape))
+    return episodes, episode_metrics(episodes)
+
+
 # ------------------------------------------------------------------------------------------------ environments
 MAZES = {  # 1 wall, r start, 0 free; row i and column j stand at x = i * cell, y = j * cell
     "u": "11111 1r001 11101 10001 11111",
@@ -897,6 +865,12 @@ class Maze:
         self.start = np.argwhere(cells == "r")[0] * self.cell
         self.walls = np.argwhere(cells == "1") * self.cell  # (walls, 2) centres
         self.free = np.argwhere(cells == "0") * self.cell
+        self.free_cells = np.argwhere(cells != "1").tolist()
+        distance = np.where(cells == "r", 0, np.inf)  # from the start, cell by cell
+        for _ in range(cells.size):
+            nearest = np.min([np.roll(distance, shift, axis) for axis in (0, 1) for shift in (-1, 1)], axis=0)
+            distance = np.where(self.is_wall, np.inf, np.minimum(distance, nearest + 1))
+        self.far_cell = np.unravel_index(np.argmax(np.where(self.is_wall, -1, distance)), cells.shape)
         self.grid_low = np.round([-half / BIN] * 2).astype(np.int32)  # the bin of the corner, and bins along x and y
         self.grid_shape = tuple(np.round(np.array(cells.shape) * self.cell / BIN).astype(int))
         self.outlines = [(x - half, y - half, self.cell, self.cell) for x, y in self.walls]
@@ -935,9 +909,6 @@ class PointMaze(Maze):
         physics = jnp.concatenate([p, v])
         return EnvState(physics, physics, jnp.zeros((), bool))
 
-    def frame(self, physics):
-        return physics[:16, :2]  # the positions of 16 points, for the picture of the last steps
-
 
 class BraxMaze(Maze):
     """A robot that comes with Brax, among wall boxes of half a cell's height. Each sphere or capsule of the robot can
@@ -952,10 +923,6 @@ class BraxMaze(Maze):
         solid = np.flatnonzero((affinity > 0) & (self.sys.geom_bodyid > 0))
         self.solid = solid[np.argsort(affinity[solid])]  # the geoms that meet walls, in the order of their boxes
         self.action_size = self.sys.act_size()
-
-    @functools.cached_property
-    def scene(self):
-        return self.build(following=False)  # for the viewer
 
     def build(self, following):
         """The robot with boxes that follow it, or among all walls of the maze."""
@@ -1008,9 +975,6 @@ class BraxMaze(Maze):
         z = physics.x.pos[0, 2]
         low, high = self.healthy
         return EnvState(physics, self.observe(physics, control), (z < low) | (z > high))
-
-    def frame(self, physics):
-        return jax.tree.map(lambda x: x[0], physics.x)  # the links of the first environment, for the viewer
 
 
 class AntMaze(BraxMaze):
@@ -1099,6 +1063,7 @@ class ArmBinpick:
     position_size = 3
     free_bins = None  # unknown in 3-D
     start = np.array([-0.3, 0.6])
+    free_cells = []  # it has no maze
     grid_low = np.array([-2, 0], np.int32)  # the bin of the pictures' corner, and bins along x and y
     grid_shape = (4, 3)
     default_q = np.array([1.571, 0.742, 0, -1.571, 0, 3.054, 1.449, 0.04, 0.04])
@@ -1143,7 +1108,6 @@ class ArmBinpick:
             <contact>{"".join(f'<pair geom1="{a}" geom2="{b}"/>' for a, b in pairs)}</contact>
             <equality><joint joint1="joint7" joint2="joint8" solref=".005 1" solimp=".95 .99 .001 .5 2"/></equality>
             <actuator>{motors}</actuator></mujoco>"""))  # fmt: skip
-        self.scene = self.sys  # for the viewer
 
     def from_q(self, q, qd):
         return self.state(mjx.forward(self.sys, mjx.make_data(self.sys).replace(qpos=q, qvel=qd)))
@@ -1173,9 +1137,6 @@ class ArmBinpick:
         obs = jnp.concatenate([data.qpos[:3], data.qpos[7:14], data.xpos[hand], velocity, gripper])
         return EnvState(data, obs, jnp.zeros((), bool))
 
-    def frame(self, data):
-        return base.Transform(pos=data.xpos[0, 1:], rot=data.xquat[0, 1:])  # the bodies of the first environment
-
 
 class Craftax:
     """Craftax-Classic-Symbolic-v1 with the interface of the others: its state has the key of its next step, and an
@@ -1194,7 +1155,7 @@ class Craftax:
     def reset(self, key):
         key, key_reset = jax.random.split(key)
         obs, world = self.game.reset_env(key_reset, self.params)
-        # Craftax starts from Python numbers: without their types, train_iteration would be compiled twice
+        # Craftax starts from Python numbers: without their types, collect would be compiled twice
         world, obs = jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), (world, obs))
         return EnvState((world, key), obs, jnp.zeros((), bool))
 
@@ -1203,10 +1164,6 @@ class Craftax:
         key, key_step = jax.random.split(key)
         obs, world, _, done, _ = self.game.step_env(key_step, world, jnp.argmax(action), self.params)
         return EnvState((world, key), obs, done)
-
-    def frame(self, physics):
-        world, _ = physics
-        return world.achievements
 
 
 @functools.cache
@@ -1221,25 +1178,40 @@ def make_any_env(name):
     return Craftax() if name == "craftax_classic" else make_env(name)
 
 
+def step_and_reset(args, env, starts, now, episode_step, action):
+    """One step in every environment; an episode that ends goes on from its place in starts. Returns the scan carry
+    (state, episode_step), (observation before the reset, done, truncated) and (Reached, achievements in Craftax)."""
+    with jax.default_matmul_precision("highest"):  # no TF32 in the physics
+        after = jax.vmap(env.step)(now, action)
+    terminated = after.terminated | ~jnp.all(jnp.isfinite(after.obs), axis=-1)  # physics that blew up ends too
+    truncated = (episode_step + 1 >= args.episode_length) & ~terminated
+    done = terminated | truncated
+    restart = lambda start, x: jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start, x)
+    carry = (jax.tree.map(restart, starts, after), jnp.where(done, 0, episode_step + 1))
+    reached = Reached(after.obs[..., : env.position_size], jnp.where(done, episode_step + 1, 0))
+    achievements = None if env.position_size else after.physics[0].achievements
+    return carry, (after.obs, done, truncated), (reached, achievements)
+
+
 # ----------------------------------------------------------------------------------- run folder and checkpoint
-METRICS = """iteration steps seconds steps_per_second coverage achievements crafter_score episodes
-    episode_length reward_mean reward_std memory_overflow contrastive_loss accuracy logits_positive logits_negative
-    tau phi_variance psi_variance policy_loss value_loss value_mean entropy kl clipped
-    parameter_norm""".split()  # the columns of metrics.csv
-METRICS += ACHIEVEMENTS
-
-
 def fail(message, code=2):
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(code)
 
 
-def clock(seconds):
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:,.1f} h"
+def start_jax(args):
+    """Join the processes of a launcher, and cache compiled programs: code for one processor can crash another one that
+    shares the home folder, so each kind has a folder of its own."""
+    if args.distributed:
+        jax.distributed.initialize()
+        if jax.process_index() > 0:
+            sys.stdout = open(os.devnull, "w")  # the first process speaks for all
+    if not jax.config.jax_compilation_cache_dir:
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+        kind = "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+        cache = Path.home() / ".cache" / "ctec_jax" / f"{zlib.crc32(kind.encode()):08x}"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
 
 
 def write_atomically(path, write):
@@ -1285,54 +1257,38 @@ def load_checkpoint(path, template):
         fail(f"{path} is no checkpoint of this run ({error}): put a copy in its place, or start without --resume")
 
 
-def read_metrics(path, iteration):
-    """The rows of metrics.csv up to an iteration, as dictionaries."""
+def read_metrics(path, columns, iteration):
+    """The lines of metrics.csv up to an iteration."""
     try:
-        with open(path, newline="") as file:
-            reader = csv.DictReader(file)
-            rows = [row for row in reader if None not in row.values()]  # a kill may have cut the last one
-    except (OSError, csv.Error) as error:
+        header, *lines = path.read_text().splitlines()
+    except (OSError, ValueError) as error:
         fail(f"{path}: {error}; it belongs to the checkpoint beside it")
-    if reader.fieldnames != METRICS:
+    if header.split(",") != columns:
         fail(f"{path} is of another version of this script")
-    return [row for row in rows if int(row["iteration"]) <= iteration]
-
-
-def write_metrics(path, rows):
-    text = io.StringIO()
-    writer = csv.DictWriter(text, METRICS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+    whole = [line for line in lines if line.count(",") == header.count(",")]  # a kill may have cut the last one
+    return [line for line in whole if int(line.split(",")[0]) <= iteration]
 
 
 def nbytes(tree):
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def check_memory(args, template):
-    """One line and exit code 2, before anything is allocated, if a device's share of the state does not fit it."""
+def start_run(args, init, buffers):
+    """Make the run's folder, or open the one to resume. Returns it and the state: init(), or the checkpoint's. buffers
+    says in words what takes the memory."""
+    template = jax.eval_shape(init)
     device = jax.local_devices()[0]
     limits = device.memory_stats() or {}  # a CPU has none
-    there = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    split = sum(nbytes(getattr(template, name, ())) for name in SPLIT)
-    share = nbytes(template) - split + split // jax.device_count()
-    if share > there:
-        sizes = f"the run's state needs {share / 1e9:,.1f} GB, the device ({device.platform}) has"
-        fail(f"{sizes} {there / 1e9:,.1f} GB: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
-
-
-def start_run(args, init, template, buffers):
-    """Make the run's folder, or open the one to resume. Returns it, the state (init(), or the checkpoint's) and the
-    seconds spent so far. template has the state's shapes; buffers says in words what takes the memory."""
-    check_memory(args, template)
+    memory = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / 1e9
+    needed = nbytes(template) / jax.device_count() / 1e9
+    if needed > memory:
+        sizes = f"the run's state needs {needed:,.1f} GB, the device ({device.platform}) has {memory:,.1f} GB"
+        fail(f"{sizes}: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
     state = None
-    rows = []
     name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(args.resume or Path(args.run_dir) / name)
     if args.resume:
         state = load_checkpoint(folder / "checkpoint.npz", template)
-        rows = read_metrics(folder / "metrics.csv", int(state.iteration))
         if state.iteration >= args.num_iterations:
             fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
     elif jax.process_index() == 0:
@@ -1340,124 +1296,123 @@ def start_run(args, init, template, buffers):
             folder.mkdir(parents=True)
         except OSError as error:
             fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
-    config = json.dumps(dataclasses.asdict(args) | {"resume": "", "distributed": False}, indent=1)
-    write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
-    write_metrics(folder / "metrics.csv", rows)
 
-    device = jax.devices()[0]
     devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
     print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
-    if device.platform == "cpu" and args.preset == "paper":
-        print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     flag = "--xla_cpu_use_fusion_emitters=false"
     is_robot = args.env.startswith(("ant", "humanoid", "arm"))
+    if device.platform == "cpu" and args.preset == "paper":
+        print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     if device.platform == "cpu" and is_robot and flag not in os.environ.get("XLA_FLAGS", ""):
         print(f"robots step faster on a CPU, the arm 100 times as fast, with XLA_FLAGS={flag}", flush=True)
-    seconds = float(rows[-1]["seconds"]) if rows else 0.0
     if jax.device_count() == 1:
-        return folder, state or init(), seconds
-    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state)), seconds
+        return folder, state or init()
+    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state))
 
 
-def compile_iteration(args, env, state):
-    """train_iteration for this state, compiled now, so that the first iteration is timed like the others."""
+def compile_stage(stage, *inputs):
+    """The stage for such inputs, compiled now, so that the first iteration is timed like the others; and the names of
+    its metrics, which are its last output."""
     began = time.time()
-    iterate = train_iteration.lower(args, env, state).compile()
-    print(f"compiled in {clock(time.time() - began)}", flush=True)
-    return iterate
+    compiled = stage.lower(*inputs).compile()
+    print(f"compiled {stage.__name__} in {time.time() - began:.0f} s", flush=True)
+    return compiled, list(stage.eval_shape(*inputs)[-1])
 
 
-def finite_metrics(args, folder, iteration, metrics):
-    """The metrics as numbers. One that is not finite ends the run; but before the first update, and while the
-    parameters are finite, nan means: no value yet. There is no episode length while no episode ends."""
-    values = {name: float(metrics[name]) for name in METRICS if name in metrics}
-    missing = [name for name, x in values.items() if not math.isfinite(x)]
-    waiting = iteration < args.first_update and math.isfinite(values.get("parameter_norm", 0.0))
-    for name in missing:
-        no_value = waiting or name == "episode_length"
-        if not no_value or not math.isnan(values[name]):
-            words = f"iteration {iteration}: {name} is {values[name]}"
-            fail(f"{words}; the last good checkpoint, if any, is kept in {folder}", code=1)
-    return {name: x for name, x in values.items() if name not in missing}
+class Run(contextlib.AbstractContextManager):
+    """What surrounds the iterations: metrics.csv, checkpoints, progress, wandb. Inside `with`, Ctrl-C and SIGTERM end
+    the run after an iteration, with a checkpoint. Only the first process writes."""
 
+    def __init__(self, args, folder, state, metric_names):
+        self.args = args
+        self.folder = folder
+        self.iteration = int(state.iteration)
+        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
+        path = folder / "metrics.csv"
+        lines = read_metrics(path, self.columns, self.iteration) if args.resume else []
+        self.seconds = float(lines[-1].split(",")[2]) if lines else 0.0
+        self.recent = collections.deque(maxlen=20)  # seconds of the latest iterations, from the first update on
+        config = dataclasses.asdict(args) | {"resume": "", "distributed": False}
+        write_atomically(folder / "args.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
+        table = "".join(f"{line}\n" for line in [",".join(self.columns), *lines])
+        write_atomically(path, lambda file: file.write(table.encode()))
+        first = jax.process_index() == 0
+        self.file = open(path if first else os.devnull, "a")
+        self.wandb = None
+        if args.track and first:
+            import wandb
 
-def show_progress(args, bar, row):
-    """On a terminal tqdm's bar; elsewhere a line for each twentieth of the run."""
-    name = "coverage" if "coverage" in row else "achievements"
-    result = f"{name} {round(row[name], 2):,.10g}, {row['steps_per_second']:,.0f} steps/s"
-    iterations_left = args.num_iterations - row["iteration"]
-    if not bar.disable:
-        bar.set_postfix_str(result, refresh=False)
-        bar.update()
-    elif row["iteration"] % math.ceil(args.num_iterations / 20) == 0 or not iterations_left:
-        left = f"{clock(iterations_left * args.steps_per_iteration / row['steps_per_second'])} left"
-        when = left if row["iteration"] >= args.first_update else "not learning yet"
-        print(f"{row['iteration'] / args.num_iterations:4.0%}  {result}, {when}", flush=True)
+            names = dict(project=args.wandb_project_name, entity=args.wandb_entity, id=folder.name)
+            self.wandb = wandb.init(**names, resume="allow", config=config, dir=folder)
+        self.bar = tqdm(total=args.num_iterations, initial=self.iteration, disable=not first,
+                        mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
+                        bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}")  # fmt: skip
+        self.signals = []
+        receive = lambda number, _: self.signals.append(signal.Signals(number))
+        self.handlers = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.saved = time.time()
+        self.began = time.time()
 
-
-def iterations(args, folder, state, seconds, iterate):
-    """Yield (state, row of metrics, whatever else iterate returns) after each iteration. Writes metrics.csv, shows the
-    progress, and saves checkpoints when the caller is done with the iteration. Stops at Ctrl-C and SIGTERM."""
-    track = args.track and jax.process_index() == 0
-    if track:
-        import wandb
-
-        wandb.init(project="ctec", id=folder.name, resume="allow", config=dataclasses.asdict(args), dir=folder)
-    received = []  # signals
-    handle = lambda number, _: received.append(signal.Signals(number))
-    handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    first = int(state.iteration) + 1
-    layout = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
-    bar = tqdm(total=args.num_iterations, initial=first - 1, bar_format=layout, disable=None)  # None: if no terminal
-    log = open(folder / "metrics.csv" if jax.process_index() == 0 else os.devnull, "a", newline="")
-    writer = csv.DictWriter(log, METRICS, lineterminator="\n")
-    recent = collections.deque(maxlen=20)  # seconds of the latest iterations, without those before the first update
-    saved = time.time()
-    try:
-        for iteration in range(first, args.num_iterations + 1):
-            began = time.time()
-            state, metrics, *more = iterate(state)
-            metrics = jax.device_get(metrics)
-            spent = time.time() - began
-            seconds += spent
-            if iteration <= args.first_update:
-                recent.clear()
-            recent.append(spent)
-
-            values = finite_metrics(args, folder, iteration, metrics)
-            rate = len(recent) * args.steps_per_iteration / sum(recent)
-            row = {"iteration": iteration, "steps": iteration * args.steps_per_iteration}
-            row |= {"seconds": round(seconds, 1), "steps_per_second": round(rate, 1)} | values
-            writer.writerow(row)
-            log.flush()
-            if track:
-                wandb.log(row, step=row["steps"])
-            show_progress(args, bar, row)
-            yield state, row, *more
-
-            last = iteration == args.num_iterations
-            due = time.time() - saved >= 60 * args.checkpoint_minutes
-            stopped, due = np.any(all_gather(np.array([[bool(received), due]])), axis=0)
-            if stopped or last or due:
-                try:
-                    save_checkpoint(folder / "checkpoint.npz", state)
-                except (OSError, MemoryError) as error:  # there may be room again before the next one
-                    if stopped or last:
-                        raise
-                    bar.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
-                saved = time.time()
-            if stopped and not last:
-                bar.close()
-                by = received[0] if received else signal.SIGTERM  # which another process received
-                fail(f"stopped by {by.name}; go on with: python {Path(__file__).name} --resume {folder}", code=128 + by)
-    finally:
-        bar.close()
-        log.close()
-        for number, handler in handlers.items():
+    def __exit__(self, *_):
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        if track:
-            wandb.finish()
+        self.bar.close()
+        self.file.close()
+        if self.wandb:
+            from wandb import Image
+
+            self.wandb.log({path.stem: Image(str(path)) for path in sorted(self.folder.glob("*.png"))})
+            self.wandb.finish()
+
+    def log(self, metrics):
+        """Add a row to metrics.csv and return it. A metric that is not finite ends the run; but there is no episode
+        length while no episode ends."""
+        values = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        spent = time.time() - self.began
+        self.seconds += spent
+        self.iteration += 1
+        if self.iteration <= self.args.first_update:
+            self.recent.clear()
+        self.recent.append(spent)
+        rate = len(self.recent) * self.args.steps_per_iteration / sum(self.recent)
+        row = {"iteration": self.iteration, "steps": self.iteration * self.args.steps_per_iteration}
+        row |= {"seconds": round(self.seconds, 1), "steps_per_second": round(rate, 1)}
+        row |= {name: x for name, x in values.items() if math.isfinite(x)}
+        broken = [f"{name} is {x}" for name, x in values.items() if name not in row and name != "episode_length"]
+        if broken:
+            self.bar.close()
+            words = f"iteration {self.iteration}: {', '.join(broken)}"
+            fail(f"{words}; the last good checkpoint, if any, is kept in {self.folder}", code=1)
+        self.file.write(",".join(str(row.get(name, "")) for name in self.columns) + "\n")
+        self.file.flush()
+        if self.wandb:
+            self.wandb.log(row, step=row["steps"])
+        name = "coverage" if "coverage" in row else "achievements"
+        self.bar.set_postfix_str(f"{name} {round(row[name], 2):,.10g}, {rate:,.0f} steps/s", refresh=False)
+        self.bar.update()
+        return row
+
+    def save(self, state):
+        """End an iteration: write a checkpoint if one is due, at the end of the run, and after a signal, which then
+        ends the run."""
+        last = self.iteration == self.args.num_iterations
+        due = time.time() - self.saved >= 60 * self.args.checkpoint_minutes
+        stopped, due = np.any(all_gather(np.array([[bool(self.signals), due]])), axis=0)
+        if stopped or last or due:
+            try:
+                save_checkpoint(self.folder / "checkpoint.npz", state)
+            except (OSError, MemoryError) as error:  # there may be room again before the next one
+                if stopped or last:
+                    raise
+                tqdm.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+            self.saved = time.time()
+        if stopped and not last:
+            self.bar.close()
+            by = self.signals[0] if self.signals else signal.SIGTERM  # which another process received
+            script = Path(__file__).name
+            fail(f"stopped by {by.name}; go on with: python {script} --resume {self.folder}", code=128 + by)
+        self.began = time.time()
 
 
 # ---------------------------------------------------------------------------------------------------- pictures
@@ -1488,13 +1443,12 @@ def of_bins(env):
     return f" of {env.free_bins:,}" if env.free_bins else ""
 
 
-def save_coverage(args, env, folder, coverage, steps, frames):
-    """coverage.png and .npz, and the last steps: rollout.html (Brax's viewer) or rollout.png (of 16 points)."""
+def save_coverage(args, env, folder, coverage, steps):
+    """coverage.npz: the bins by the step of their first visit; coverage.png: the same from above."""
     from matplotlib.figure import Figure
 
     coverage = jax.device_get(coverage)
-    visited = np.flatnonzero(coverage.first_visit < NEVER)
-    visited = visited[np.argsort(coverage.first_visit[visited], kind="stable")]
+    visited = np.argsort(coverage.first_visit, kind="stable")[: np.sum(coverage.first_visit < NEVER)]
     first_visit = coverage.first_visit[visited]
     place = coverage.place[visited]
     write_atomically(folder / "coverage.npz", lambda file: np.savez(file, first_visit=first_visit, place=place))
@@ -1505,19 +1459,6 @@ def save_coverage(args, env, folder, coverage, steps, frames):
     image = draw_places(axes, env, title, *late_to_early, cmap="viridis_r", vmin=0, vmax=steps)
     figure.colorbar(image, ax=axes, shrink=0.7, label="environment step of the first visit")
     write_atomically(folder / "coverage.png", lambda file: figure.savefig(file, dpi=100))
-
-    frames = jax.tree.map(lambda *x: np.concatenate(x)[-args.episode_length :], *frames)
-    if hasattr(env, "scene"):
-        poses = [jax.tree.map(lambda x, t=t: x[t], frames) for t in range(len(frames.pos))]
-        states = [base.State(q=None, qd=None, x=x, xd=None, contact=None) for x in poses]
-        viewer = html.render(env.scene, states)
-        write_atomically(folder / "rollout.html", lambda file: file.write(viewer.encode()))
-    else:
-        figure = Figure((7, 6), layout="constrained")
-        axes = figure.add_subplot()
-        draw_places(axes, env, f"{args.env}: the last {len(frames)} steps of {frames.shape[1]} points")
-        axes.plot(*frames.transpose(2, 0, 1), ".", markersize=1)
-        write_atomically(folder / "rollout.png", lambda file: figure.savefig(file, dpi=100))
 
 
 def save_bars(folder, title, bars):
@@ -1543,95 +1484,93 @@ def save_bars(folder, title, bars):
 
 # -------------------------------------------------------------------------------------------------------- main
 def parse_args(argv=None):
-    """Explicit flags win over the preset, the preset over the paper's changes for one robot, those over the defaults.
-    With --resume, explicit flags win over the arguments of the earlier run."""
+    """Explicit flags win over the preset, and with --resume over the arguments of the earlier run."""
     parse = functools.partial(tyro.cli, Args, args=argv, description=__doc__)
     args = parse()
     if not args.resume:
-        robot = args.env.split("_")[0]
-        return parse(default=Args(**PAPER.get(robot, {}) | PRESETS[args.preset]))
+        robots = PRESETS[args.preset]
+        return parse(default=Args(**robots.get(args.env.split("_")[0], robots["all"])))
     try:
-        earlier = json.loads((Path(args.resume) / "args.json").read_text())
-        default = Args(**earlier | {"resume": args.resume})
+        earlier = json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume}
+        default = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in earlier.items()})
     except (OSError, ValueError, TypeError) as error:
         fail(f"--resume {args.resume}: it is not the folder of a run of this script ({error})")
     return parse(default=default)
 
 
-MAY_BE_ZERO = ("seed", "checkpoint_minutes", "logsumexp_penalty", "noise", "forward_coef", "entropy_coef", "value_coef",
-               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum",
-               "gae_lambda", "slip", "epsilon", "first_offset")  # fmt: skip
-AT_MOST_ONE = ("gamma", "target_rate", "gae_lambda", "forward_weight")
-BELOW_ONE = ("gamma_cl", "reward_momentum")
+def require(args, rules):
+    """One line and exit code 2 if a rule does not hold. rules: {"field must ...": whether it does}."""
+    for rule, holds in rules.items():
+        if not holds:
+            name, words = rule.split(" ", 1)
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
 
 
-def check_numbers(args):
-    """One line and exit code 2 for out-of-range arguments."""
-    if not args.run_dir:
-        fail("--run-dir: it must not be empty")
-    for name, value in dataclasses.asdict(args).items():
-        if type(value) not in (int, float):
-            continue
-        flag = f"--{name.replace('_', '-')} {value}"
-        if not math.isfinite(value):
-            fail(f"{flag}: it must be a finite number")
-        if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
-            fail(f"{flag}: it must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
-        if value > 1 and name in AT_MOST_ONE:
-            fail(f"{flag}: it must be at most 1")
-        if value >= 1 and name in BELOW_ONE:
-            fail(f"{flag}: it must be below 1")
-        if value >= 2**32 and name == "seed":
-            fail(f"{flag}: it must be below 2^32")
-        if name in ("num_envs", "batch_size") and value % jax.device_count():
-            fail(f"{flag}: it must be a multiple of the {jax.device_count()} devices")
+def check_numbers(args, may_be_zero):
+    rules = {"seed must be below 2^32": args.seed < 2**32, "run_dir must not be empty": args.run_dir}
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            zero = name in may_be_zero
+            rules[f"{name} must be {'at least' if zero else 'above'} 0"] = value > 0 or (zero and value == 0)
+            rules[f"{name} must be finite"] = value < math.inf
+        if name in ("num_envs", "batch_size"):
+            rules[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
+    require(args, rules)
 
 
-def check_etd_args(args):
-    check_numbers(args)
-    steps = args.steps_per_iteration
-    if not 2 <= args.batch_size <= steps:
-        fail(f"--batch-size {args.batch_size}: it must be at least 2, and at most num_envs * num_steps = {steps}")
-    if args.bonus == "etd" and args.memory_size < args.num_steps:
-        fail(f"--memory-size {args.memory_size}: it must be at least --num-steps {args.num_steps}")
-    if args.bonus == "etd" and args.representation_size % 2:
-        fail(f"--representation-size {args.representation_size}: it must be even")
+def check_args(args):
+    may_be_zero = "seed checkpoint_minutes entropy_coef value_coef gae_lambda reward_momentum logsumexp_penalty".split()
+    check_numbers(args, may_be_zero)
+    etd = args.bonus == "etd"
+    require(args, {
+        "gamma must be at most 1": args.gamma <= 1,
+        "gae_lambda must be at most 1": args.gae_lambda <= 1,
+        "gamma_cl must be below 1": args.gamma_cl < 1,
+        "reward_momentum must be below 1": args.reward_momentum < 1,
+        "batch_size must be at least 2": args.batch_size >= 2,
+        "batch_size must be at most num_envs * num_steps": args.batch_size <= args.steps_per_iteration,
+        "memory_size must be at least num_steps": not etd or args.memory_size >= args.num_steps,
+        "representation_size must be even": not etd or args.representation_size % 2 == 0,
+    })  # fmt: skip
 
 
 def finish_etd(env, folder, row):
     """The last lines of a run, and what main returns."""
-    pictures = sorted(path.name for path in folder.glob("*") if path.suffix in (".png", ".html"))
+    spent = tqdm.format_interval(row["seconds"])
     if env.position_size:
         result = f"coverage {row['coverage']:,.0f}{of_bins(env)} bins"
     else:
         result = f"achievements {row['achievements']:.2f} an episode"
-    print(f"{result} after {row['steps']:,} steps in {clock(row['seconds'])}")
-    print(f"pictures {', '.join(pictures)}")
+    print(f"{result} after {row['steps']:,} steps in {spent}")
+    print(f"pictures {', '.join(sorted(path.name for path in folder.glob('*.png')))}")
     print(f"folder   {folder}")
+    print(f"play     python evaluate.py {folder}")
     return row | {"folder": str(folder)}
 
 
 def main(args):
-    """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
-    if args.distributed:
-        join_processes()
-    check_etd_args(args)
+    """Collect and learn in turn. Returns the last row of metrics, with the run's folder."""
+    start_jax(args)
+    check_args(args)
     env = make_any_env(args.env)
     init = functools.partial(init_state, args, env)
-    template = jax.eval_shape(init)
-    numbers = env.state_size + action_distribution(env).size + 4  # log-probability, value, done, final value
-    rollout_size = 4e-6 * args.steps_per_iteration * numbers
-    buffers = f"rollout {rollout_size:,.1f} MB, episodic memory {nbytes(template.memory) / 1e6:,.1f} MB"
-    folder, state, seconds = start_run(args, init, template, buffers)
-    frames = collections.deque(maxlen=math.ceil(args.episode_length / args.num_steps))
-    iterate = compile_iteration(args, env, state)
-    for state, row, frame in iterations(args, folder, state, seconds, iterate):
-        frames.append(jax.device_get(frame))
-        if row["iteration"] in picture_iterations(args) and env.position_size:
-            save_coverage(args, env, folder, state.success, row["steps"], frames)
-        elif row["iteration"] in picture_iterations(args):
-            title = f"{args.bonus} ({Path(__file__).stem}), seed {args.seed}, {row['steps']:,} steps"
-            save_bars(folder, title, {"this policy": achievement_rates(state.success)})
+    observations = 4e-6 * args.steps_per_iteration * env.state_size
+    memory = nbytes(jax.eval_shape(init).memory) / 1e6
+    folder, state = start_run(args, init, f"rollout {observations:,.1f} MB, episodic memory {memory:,.1f} MB")
+    compiled_collect, collect_names = compile_stage(collect, args, env, state)
+    _, rollout, _ = compiled_collect.out_info
+    compiled_learn, learn_names = compile_stage(learn, args, env, state, rollout)
+    with Run(args, folder, state, [*collect_names, *learn_names]) as run:
+        for iteration in range(run.iteration + 1, args.num_iterations + 1):
+            state, rollout, metrics = compiled_collect(state)
+            state, learn_metrics = compiled_learn(state, rollout)
+            row = run.log(metrics | learn_metrics)
+            if iteration in picture_iterations(args) and env.position_size:
+                save_coverage(args, env, folder, state.success, row["steps"])
+            elif iteration in picture_iterations(args):
+                title = f"{args.bonus} ({Path(__file__).stem}), seed {args.seed}, {row['steps']:,} steps"
+                save_bars(folder, title, {"this policy": achievement_rates(state.success)})
+            run.save(state)
     return finish_etd(env, folder, row)
 
 

@@ -1,7 +1,7 @@
 """ICM with recurrent PPO on Craftax-Classic.
 
 The intrinsic curiosity module (Pathak et al. 2017), as a baseline of C-TeC (Mohamed et al., "Temporal Representations
-for Exploration", ICLR 2026). An encoder f learns features from which the action can be told (inverse model); a forward
+for Exploration", ICLR 2026). An encoder f learns features that predict the action (inverse model); a forward
 model predicts the features of the next state from those of the state and the action. The agent's only reward is the
 forward error: go where you cannot foresee what you can control. There is no task reward; success is the number of
 achievements that an episode unlocks.
@@ -10,10 +10,10 @@ One iteration:
 
     64 times, in every environment:                                                   # collect
         act with the recurrent policy, store (s, a, log-probability, value, done), count achievements at a done
-    reward = mean over the features of (forward(f(s), a) - f(s'))^2, 0 at the end of an episode           # update
+    reward = mean over the features of (forward(f(s), a) - f(s'))^2, 0 at the end of an episode           # learn_bonus
     4 times, in 8 minibatches of shuffled transitions:
         one Adam step of encoder and heads on the mean reward + the cross-entropy of inverse(f(s), f(s')) and a
-    4 times, in 8 minibatches of environments:
+    4 times, in 8 minibatches of environments:                                        # learn_policy
         one Adam step of PPO on the rewards' advantages
 
     python icm_ppo_craftax.py                          # the paper's sizes, for a GPU
@@ -27,24 +27,26 @@ docs/icm_ppo_craftax.md
 # requires-python = ">=3.11,<3.14"
 # dependencies = [
 #   "jax==0.10.1", "flax==0.12.8", "optax==0.2.8", "craftax==1.6.1", "numpy==2.4.6", "tyro==1.0.16", "tqdm==4.70.1",
-#   "matplotlib==3.11.2", "pillow==13.0.0", "wandb==0.31.0",
+#   "matplotlib==3.11.2", "wandb==0.31.0",
 # ]
 # ///
 
 import collections
-import csv
+import contextlib
 import dataclasses
 import errno
 import functools
-import io
 import json
 import math
 import os
 import signal
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any, Literal
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # no line for each program that XLA loads from its cache
 
 import flax
 import flax.linen as nn
@@ -67,19 +69,17 @@ class Args:
     resume: str = ""  # folder of an earlier run: go on from its checkpoint, with its arguments
     run_dir: str = "runs"  # where the folder of the run is made
     checkpoint_minutes: float = 10.0  # minutes between checkpoints; always one at the end, at Ctrl-C and at SIGTERM
-    track: bool = False  # send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)
+    track: bool = False  # send metrics and pictures to wandb too (WANDB_MODE=offline works)
+    wandb_project_name: str = "ctec"  # project of the run on wandb
+    wandb_entity: str | None = None  # user or team of the run on wandb
     distributed: bool = False  # all processes that srun or mpirun has started together share this run
-    video_steps: int = 500  # longest rollout.gif, in steps of an episode of the final policy; 0: none
     episode_window: int = 1024  # number of latest finished episodes over which the achievement rates are taken
-    # first iterations, played by the untrained, nearly uniform policy: the policy waits for the intrinsic-reward model
-    random_iterations: int = 16
+    random_iterations: int = 16  # first iterations, in which the policy stays nearly uniform and the model learns
 
     num_envs: int = 1024  # parallel environments (Craftax baselines)
     num_steps: int = 64  # steps in each environment before the update of an iteration (paper Table 5)
-    # optimistic resets: one new world is made for this many environment steps (Craftax baselines)
-    reset_ratio: int = 16
-    # minibatches of an epoch of PPO, each of some environments' whole sequences (Craftax baselines)
-    num_minibatches: int = 8
+    reset_ratio: int = 16  # optimistic resets: one new world for this many environment steps (Craftax baselines)
+    num_minibatches: int = 8  # minibatches of a pass of PPO, of environments' whole sequences (Craftax baselines)
     update_epochs: int = 4  # passes of PPO over a rollout (paper Table 5)
     learning_rate: float = 2e-4  # Adam step size of PPO, annealed linearly to 0 (paper Table 5)
     adam_eps: float = 1e-5  # epsilon of Adam, PPO and the intrinsic-reward model (Craftax baselines)
@@ -114,12 +114,11 @@ class Args:
         return self.random_iterations + 1
 
 
-PAPER = {}  # there is one environment, and the defaults are its numbers
-PRESETS = {
-    "paper": {},
-    "laptop": dict(total_timesteps=2_500_000, num_envs=64, reset_ratio=128, agent_width=128, learning_rate=5e-4,
-                   entropy_coef=0.05, intrinsic_coef=0.1, model_learning_rate=1e-3,
-                   model_epochs=2, model_minibatches=32, checkpoint_minutes=2.0),
+PRESETS = {  # what a preset changes
+    "paper": {"all": {}},
+    "laptop": {"all": dict(total_timesteps=2_500_000, num_envs=64, reset_ratio=128, agent_width=128, learning_rate=5e-4,
+                           entropy_coef=0.05, intrinsic_coef=0.1, model_learning_rate=1e-3, model_epochs=2,
+                           model_minibatches=32, checkpoint_minutes=2.0)},
 }  # fmt: skip
 
 
@@ -145,11 +144,11 @@ class Transitions:
     obs: jax.Array  # (..., state_size)
     action: jax.Array  # (...)
     next_obs: jax.Array  # (..., state_size)
-    weight: jax.Array  # (...) 1.0, or 0.0 where the episode ended with the step: next_obs is of another one
+    mask: jax.Array  # (...) 1.0; 0.0: the episode ended with the step, and next_obs is of another one
 
 
-def weighted_mean(x, weight):
-    return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+def masked_mean(x, mask):
+    return jnp.sum(x * mask) / jnp.maximum(jnp.sum(mask), 1.0)
 
 
 def with_action(x, action):
@@ -162,12 +161,12 @@ def encode(params, args, x):
 
 
 def inverse_loss(params, args, feature, next_feature, batch):
-    """Cross-entropy of the action, told from the features before and after it."""
+    """Cross-entropy of the action, predicted from the features before and after it."""
     inverse_model = MLP(args.feature_width, CraftaxClassic.num_actions, 1)
     logits = inverse_model.apply(params["inverse"], jnp.concatenate([feature, next_feature], axis=-1))
     loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch.action[:, None], axis=-1)[:, 0]
-    accuracy = weighted_mean(jnp.argmax(logits, axis=-1) == batch.action, batch.weight)
-    return weighted_mean(loss, batch.weight), accuracy
+    accuracy = masked_mean(jnp.argmax(logits, axis=-1) == batch.action, batch.mask)
+    return masked_mean(loss, batch.mask), accuracy
 
 
 def intrinsic_reward(params, args, batch):
@@ -177,12 +176,12 @@ def intrinsic_reward(params, args, batch):
     target = jax.lax.stop_gradient(encode(params["encoder"], args, batch.next_obs))
     forward_model = MLP(args.feature_width, args.feature_dim, 1)
     predicted = forward_model.apply(params["forward"], with_action(feature, batch.action))
-    return batch.weight * jnp.mean((predicted - target) ** 2, axis=-1)
+    return batch.mask * jnp.mean((predicted - target) ** 2, axis=-1)
 
 
 def model_loss(params, args, batch):
     """The mean forward error plus the inverse model's loss, for Transitions."""
-    forward = weighted_mean(intrinsic_reward(params, args, batch), batch.weight)
+    forward = masked_mean(intrinsic_reward(params, args, batch), batch.mask)
     feature = encode(params["encoder"], args, batch.obs)
     next_feature = encode(params["encoder"], args, batch.next_obs)
     inverse, accuracy = inverse_loss(params, args, feature, next_feature, batch)
@@ -343,10 +342,25 @@ def act(args, env, params, now, key):
     return after, Rollout(now.obs, now.first, action, log_prob, value[0], reward, done)
 
 
-def collect(args, env, state, key):
+# ---------------------------------------------------------------------------------------------------- training
+@flax.struct.dataclass
+class RunState:
+    key: jax.Array  # of the next iteration
+    key_learn: jax.Array  # of this iteration's updates
+    iteration: jax.Array
+    players: Players
+    episodes: "Episodes"
+    random_rates: jax.Array  # (22,) achievement rates of the random policy
+    agent: Model
+    model: Model  # {"encoder", "forward", "inverse"}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def collect(args, env, state):
     """`num_steps` steps in every environment. An episode that ends goes on in a new world. These are made beforehand,
     one for `reset_ratio` environment steps, and taken in turn (again from the first one, should they run out)."""
-    key_worlds, key_steps = jax.random.split(key)
+    key, key_collect, key_learn = jax.random.split(state.key, 3)
+    key_worlds, key_steps = jax.random.split(key_collect)
     starts = shard(init_players(args, env, key_worlds, math.ceil(args.steps_per_iteration / args.reset_ratio)))
 
     def step(carry, key):
@@ -361,21 +375,14 @@ def collect(args, env, state, key):
 
         return (jax.tree.map(restart, starts, after), used + jnp.sum(done)), (transition, ended)
 
+    hidden = state.players.hidden  # of the GRU, before the first step
     keys = jax.random.split(key_steps, args.num_steps)
     (players, _), (rollout, ended) = jax.lax.scan(step, (state.players, 0), keys)
-    return state.replace(players=players, episodes=insert_episodes(state.episodes, *ended)), rollout
-
-
-# ---------------------------------------------------------------------------------------------------- training
-@flax.struct.dataclass
-class RunState:
-    key: jax.Array
-    iteration: jax.Array
-    players: Players
-    episodes: "Episodes"
-    random_rates: jax.Array  # (22,) achievement rates of the random policy
-    agent: Model
-    model: Model  # {"encoder", "forward", "inverse"}
+    episodes = insert_episodes(state.episodes, *ended)
+    state = state.replace(key=key, key_learn=key_learn, iteration=state.iteration + 1, players=players)
+    rates = jnp.where(state.iteration < args.first_update, achievement_rates(episodes), state.random_rates)
+    state = state.replace(episodes=episodes, random_rates=rates)
+    return shard_state(state), (hidden, rollout), episode_metrics(episodes)
 
 
 def update_model(args, loss_fn, model, key, states, action, done):
@@ -399,27 +406,10 @@ def update_model(args, loss_fn, model, key, states, action, done):
     return model, jax.tree.map(jnp.mean, metrics)
 
 
-def update_agent(args, state, hidden, rollout, reward, key):
-    """PPO on these rewards, once the random policy has had its turn; hidden is the GRU's at the first step."""
-    learning_rate = args.learning_rate * (1 - (state.iteration - 1) / args.num_iterations)
-    players = state.players
-    last_value = policy(state.agent.params, args, players.hidden, players.obs[None], players.first[None])[2][0]
-    advantage = gae(args, reward, rollout.value, rollout.done, last_value)
-
-    def learn(agent):
-        return update_ppo(args, agent, learning_rate, key, *shard((hidden, rollout, advantage)))
-
-    def wait(agent):
-        metrics = jax.eval_shape(learn, agent)[1]
-        return agent, jax.tree.map(lambda _: jnp.nan, metrics)  # no values yet
-
-    agent, metrics = jax.lax.cond(state.iteration > args.random_iterations, learn, wait, state.agent)
-    return agent, metrics | {"learning_rate": learning_rate}
-
-
-def update(args, state, hidden, rollout, key):
-    """Rewards from the models as they are, then the updates of the models and of the agent."""
-    key_model, key_agent = jax.random.split(key)
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def learn_bonus(args, env, state, hidden, rollout):
+    """Rewards (T, N) from the forward model as it is, then the update of the whole model."""
+    key_model, key_policy = jax.random.split(state.key_learn)
     reward = args.task_reward_coef * rollout.reward
     metrics = {}
     if args.intrinsic_coef:
@@ -431,26 +421,21 @@ def update(args, state, hidden, rollout, key):
         model, metrics = update_model(args, model_loss, state.model, key_model, *steps)
         metrics |= {"reward_mean": jnp.mean(intrinsic), "reward_std": jnp.std(intrinsic)}
         state = state.replace(model=model)
-    agent, ppo_metrics = update_agent(args, state, hidden, rollout, reward, key_agent)
-    return state.replace(agent=agent), metrics | ppo_metrics
+    return shard_state(state.replace(key_learn=key_policy)), reward, metrics
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def train_iteration(args, env, state):
-    """Collect, then learn: all on the device, compiled once in a run."""
-    key, key_collect, key_update = jax.random.split(state.key, 3)
-    state = state.replace(key=key, iteration=state.iteration + 1)
-    hidden = state.players.hidden  # of the GRU, before the first step
-
-    # play `num_steps` steps in every environment
-    state, rollout = collect(args, env, state, key_collect)
-    still_random = state.iteration <= args.random_iterations
-    random_rates = jnp.where(still_random, achievement_rates(state.episodes), state.random_rates)
-
-    # learn from the rollout
-    state, metrics = update(args, state.replace(random_rates=random_rates), hidden, rollout, key_update)
-    metrics["parameter_norm"] = optax.global_norm((state.model.params, state.agent.params))
-    return shard_state(state), metrics | episode_metrics(state.episodes)
+def learn_policy(args, env, state, hidden, rollout, reward):
+    """PPO on these rewards, from the GRU's hidden state before the rollout."""
+    learning_rate = args.learning_rate * (1 - (state.iteration - 1) / args.num_iterations)
+    players = state.players
+    _, _, last_value = policy(state.agent.params, args, players.hidden, players.obs[None], players.first[None])
+    advantage = gae(args, reward, rollout.value, rollout.done, last_value[0])
+    sequences = shard((hidden, rollout, advantage))
+    agent, metrics = update_ppo(args, state.agent, learning_rate, state.key_learn, *sequences)
+    metrics["learning_rate"] = learning_rate
+    metrics["parameter_norm"] = optax.global_norm((state.model.params, agent.params))
+    return shard_state(state.replace(agent=agent)), metrics
 
 
 # ----------------------------------------------------------------------------------------------- initial state
@@ -463,14 +448,8 @@ def make_worlds(env, key, number):
 def init_players(args, env, key, number):
     """Players in new worlds."""
     world, obs = make_worlds(env, key, number)
-    return Players(
-        world=world,
-        obs=obs,
-        first=jnp.ones(number, bool),
-        hidden=jnp.zeros((number, args.agent_width)),
-        length=jnp.zeros(number, jnp.int32),
-        reward=jnp.zeros(number),
-    )
+    hidden = jnp.zeros((number, args.agent_width))
+    return Players(world, obs, jnp.ones(number, bool), hidden, jnp.zeros(number, jnp.int32), jnp.zeros(number))
 
 
 def init_policy(args, env, key, players):
@@ -494,6 +473,7 @@ def init_state(args, env):
     }
     return RunState(
         key=key,
+        key_learn=key,
         iteration=jnp.int32(0),
         players=players,
         episodes=init_episodes(args),
@@ -509,17 +489,21 @@ def init_state(args, env):
 
 # ----------------------------------------------------------------------------------------------------- devices
 # the axes by which fields of RunState are split over the devices
-SPLIT = {name: ("envs",) for name in ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")} | {
-    "replay": (None, "envs")
-}
+SPLIT = {"players": ("envs",)}
 
 
-def join_processes():
-    """Processes that srun or mpirun has started together, on one machine or several, share a run. Only the first one
-    prints and writes."""
-    jax.distributed.initialize()
-    if jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w")
+def shard(tree, *axes):
+    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device.
+    XLA does the rest: it sums a batch that is drawn from all devices, and never sends a replay."""
+    if jax.device_count() == 1:
+        return tree
+    mesh = jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*axes[: x.ndim])))
+    return jax.tree.map(place, tree)
+
+
+def shard_state(state):
+    return state.replace(**{name: shard(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
 
 
 def all_gather(tree):
@@ -529,24 +513,6 @@ def all_gather(tree):
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(tree, tiled=True)
-
-
-def device_mesh():
-    return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
-def shard(tree, *axes):
-    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device."""
-    if jax.device_count() == 1:
-        return tree
-    mesh = device_mesh()
-    place = lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*axes[: x.ndim])))
-    return jax.tree.map(place, tree)
-
-
-def shard_state(state):
-    """Environments and replay are split over the devices; everything else is copied to all of them."""
-    return state.replace(**{name: shard(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
 
 
 # ------------------------------------------------------------------------------------------------ achievements
@@ -624,7 +590,7 @@ class CraftaxClassic:
 
     def reset(self, key):
         obs, world = self.game.reset_env(key, self.game.default_params)
-        # Craftax starts from Python numbers: without their types, train_iteration would be compiled twice
+        # Craftax starts from Python numbers: without their types, a stage would be compiled twice
         return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), (world, obs))
 
     def step(self, key, world, action):
@@ -638,23 +604,24 @@ def make_craftax():
 
 
 # ----------------------------------------------------------------------------------- run folder and checkpoint
-METRICS = """iteration steps seconds steps_per_second achievements crafter_score episodes episode_length episode_return
-    reward_mean reward_std forward_loss inverse_loss inverse_accuracy feature_variance policy_loss value_loss
-    value_mean entropy kl clipped learning_rate parameter_norm""".split()  # the columns of metrics.csv
-METRICS += ACHIEVEMENTS
-
-
 def fail(message, code=2):
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(code)
 
 
-def clock(seconds):
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:,.1f} h"
+def start_jax(args):
+    """Join the processes of a launcher, and cache compiled programs: code for one processor can crash another one that
+    shares the home folder, so each kind has a folder of its own."""
+    if args.distributed:
+        jax.distributed.initialize()
+        if jax.process_index() > 0:
+            sys.stdout = open(os.devnull, "w")  # the first process speaks for all
+    if not jax.config.jax_compilation_cache_dir:
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+        kind = "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+        cache = Path.home() / ".cache" / "ctec_jax" / f"{zlib.crc32(kind.encode()):08x}"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
 
 
 def write_atomically(path, write):
@@ -700,54 +667,38 @@ def load_checkpoint(path, template):
         fail(f"{path} is no checkpoint of this run ({error}): put a copy in its place, or start without --resume")
 
 
-def read_metrics(path, iteration):
-    """The rows of metrics.csv up to an iteration, as dictionaries."""
+def read_metrics(path, columns, iteration):
+    """The lines of metrics.csv up to an iteration."""
     try:
-        with open(path, newline="") as file:
-            reader = csv.DictReader(file)
-            rows = [row for row in reader if None not in row.values()]  # a kill may have cut the last one
-    except (OSError, csv.Error) as error:
+        header, *lines = path.read_text().splitlines()
+    except (OSError, ValueError) as error:
         fail(f"{path}: {error}; it belongs to the checkpoint beside it")
-    if reader.fieldnames != METRICS:
+    if header.split(",") != columns:
         fail(f"{path} is of another version of this script")
-    return [row for row in rows if int(row["iteration"]) <= iteration]
-
-
-def write_metrics(path, rows):
-    text = io.StringIO()
-    writer = csv.DictWriter(text, METRICS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+    whole = [line for line in lines if line.count(",") == header.count(",")]  # a kill may have cut the last one
+    return [line for line in whole if int(line.split(",")[0]) <= iteration]
 
 
 def nbytes(tree):
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def check_memory(args, template):
-    """One line and exit code 2, before anything is allocated, if a device's share of the state does not fit it."""
+def start_run(args, init, buffers):
+    """Make the run's folder, or open the one to resume. Returns it and the state: init(), or the checkpoint's. buffers
+    says in words what takes the memory."""
+    template = jax.eval_shape(init)
     device = jax.local_devices()[0]
     limits = device.memory_stats() or {}  # a CPU has none
-    there = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    split = sum(nbytes(getattr(template, name, ())) for name in SPLIT)
-    share = nbytes(template) - split + split // jax.device_count()
-    if share > there:
-        sizes = f"the run's state needs {share / 1e9:,.1f} GB, the device ({device.platform}) has"
-        fail(f"{sizes} {there / 1e9:,.1f} GB: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
-
-
-def start_run(args, init, template, buffers):
-    """Make the run's folder, or open the one to resume. Returns it, the state (init(), or the checkpoint's) and the
-    seconds spent so far. template has the state's shapes; buffers says in words what takes the memory."""
-    check_memory(args, template)
+    memory = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / 1e9
+    needed = nbytes(template) / jax.device_count() / 1e9
+    if needed > memory:
+        sizes = f"the run's state needs {needed:,.1f} GB, the device ({device.platform}) has {memory:,.1f} GB"
+        fail(f"{sizes}: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
     state = None
-    rows = []
     name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(args.resume or Path(args.run_dir) / name)
     if args.resume:
         state = load_checkpoint(folder / "checkpoint.npz", template)
-        rows = read_metrics(folder / "metrics.csv", int(state.iteration))
         if state.iteration >= args.num_iterations:
             fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
     elif jax.process_index() == 0:
@@ -755,124 +706,123 @@ def start_run(args, init, template, buffers):
             folder.mkdir(parents=True)
         except OSError as error:
             fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
-    config = json.dumps(dataclasses.asdict(args) | {"resume": "", "distributed": False}, indent=1)
-    write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
-    write_metrics(folder / "metrics.csv", rows)
 
-    device = jax.devices()[0]
     devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
     print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
-    if device.platform == "cpu" and args.preset == "paper":
-        print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     flag = "--xla_cpu_use_fusion_emitters=false"
     is_robot = args.env.startswith(("ant", "humanoid", "arm"))
+    if device.platform == "cpu" and args.preset == "paper":
+        print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     if device.platform == "cpu" and is_robot and flag not in os.environ.get("XLA_FLAGS", ""):
         print(f"robots step faster on a CPU, the arm 100 times as fast, with XLA_FLAGS={flag}", flush=True)
-    seconds = float(rows[-1]["seconds"]) if rows else 0.0
     if jax.device_count() == 1:
-        return folder, state or init(), seconds
-    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state)), seconds
+        return folder, state or init()
+    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state))
 
 
-def compile_iteration(args, env, state):
-    """train_iteration for this state, compiled now, so that the first iteration is timed like the others."""
+def compile_stage(stage, *inputs):
+    """The stage for such inputs, compiled now, so that the first iteration is timed like the others; and the names of
+    its metrics, which are its last output."""
     began = time.time()
-    iterate = train_iteration.lower(args, env, state).compile()
-    print(f"compiled in {clock(time.time() - began)}", flush=True)
-    return iterate
+    compiled = stage.lower(*inputs).compile()
+    print(f"compiled {stage.__name__} in {time.time() - began:.0f} s", flush=True)
+    return compiled, list(stage.eval_shape(*inputs)[-1])
 
 
-def finite_metrics(args, folder, iteration, metrics):
-    """The metrics as numbers. One that is not finite ends the run; but before the first update, and while the
-    parameters are finite, nan means: no value yet. There is no episode length while no episode ends."""
-    values = {name: float(metrics[name]) for name in METRICS if name in metrics}
-    missing = [name for name, x in values.items() if not math.isfinite(x)]
-    waiting = iteration < args.first_update and math.isfinite(values.get("parameter_norm", 0.0))
-    for name in missing:
-        no_value = waiting or name == "episode_length"
-        if not no_value or not math.isnan(values[name]):
-            words = f"iteration {iteration}: {name} is {values[name]}"
-            fail(f"{words}; the last good checkpoint, if any, is kept in {folder}", code=1)
-    return {name: x for name, x in values.items() if name not in missing}
+class Run(contextlib.AbstractContextManager):
+    """What surrounds the iterations: metrics.csv, checkpoints, progress, wandb. Inside `with`, Ctrl-C and SIGTERM end
+    the run after an iteration, with a checkpoint. Only the first process writes."""
 
+    def __init__(self, args, folder, state, metric_names):
+        self.args = args
+        self.folder = folder
+        self.iteration = int(state.iteration)
+        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
+        path = folder / "metrics.csv"
+        lines = read_metrics(path, self.columns, self.iteration) if args.resume else []
+        self.seconds = float(lines[-1].split(",")[2]) if lines else 0.0
+        self.recent = collections.deque(maxlen=20)  # seconds of the latest iterations, from the first update on
+        config = dataclasses.asdict(args) | {"resume": "", "distributed": False}
+        write_atomically(folder / "args.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
+        table = "".join(f"{line}\n" for line in [",".join(self.columns), *lines])
+        write_atomically(path, lambda file: file.write(table.encode()))
+        first = jax.process_index() == 0
+        self.file = open(path if first else os.devnull, "a")
+        self.wandb = None
+        if args.track and first:
+            import wandb
 
-def show_progress(args, bar, row):
-    """On a terminal tqdm's bar; elsewhere a line for each twentieth of the run."""
-    name = "coverage" if "coverage" in row else "achievements"
-    result = f"{name} {round(row[name], 2):,.10g}, {row['steps_per_second']:,.0f} steps/s"
-    iterations_left = args.num_iterations - row["iteration"]
-    if not bar.disable:
-        bar.set_postfix_str(result, refresh=False)
-        bar.update()
-    elif row["iteration"] % math.ceil(args.num_iterations / 20) == 0 or not iterations_left:
-        left = f"{clock(iterations_left * args.steps_per_iteration / row['steps_per_second'])} left"
-        when = left if row["iteration"] >= args.first_update else "not learning yet"
-        print(f"{row['iteration'] / args.num_iterations:4.0%}  {result}, {when}", flush=True)
+            names = dict(project=args.wandb_project_name, entity=args.wandb_entity, id=folder.name)
+            self.wandb = wandb.init(**names, resume="allow", config=config, dir=folder)
+        self.bar = tqdm(total=args.num_iterations, initial=self.iteration, disable=not first,
+                        mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
+                        bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}")  # fmt: skip
+        self.signals = []
+        receive = lambda number, _: self.signals.append(signal.Signals(number))
+        self.handlers = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.saved = time.time()
+        self.began = time.time()
 
-
-def iterations(args, folder, state, seconds, iterate):
-    """Yield (state, row of metrics, whatever else iterate returns) after each iteration. Writes metrics.csv, shows the
-    progress, and saves checkpoints when the caller is done with the iteration. Stops at Ctrl-C and SIGTERM."""
-    track = args.track and jax.process_index() == 0
-    if track:
-        import wandb
-
-        wandb.init(project="ctec", id=folder.name, resume="allow", config=dataclasses.asdict(args), dir=folder)
-    received = []  # signals
-    handle = lambda number, _: received.append(signal.Signals(number))
-    handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    first = int(state.iteration) + 1
-    layout = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
-    bar = tqdm(total=args.num_iterations, initial=first - 1, bar_format=layout, disable=None)  # None: if no terminal
-    log = open(folder / "metrics.csv" if jax.process_index() == 0 else os.devnull, "a", newline="")
-    writer = csv.DictWriter(log, METRICS, lineterminator="\n")
-    recent = collections.deque(maxlen=20)  # seconds of the latest iterations, without those before the first update
-    saved = time.time()
-    try:
-        for iteration in range(first, args.num_iterations + 1):
-            began = time.time()
-            state, metrics, *more = iterate(state)
-            metrics = jax.device_get(metrics)
-            spent = time.time() - began
-            seconds += spent
-            if iteration <= args.first_update:
-                recent.clear()
-            recent.append(spent)
-
-            values = finite_metrics(args, folder, iteration, metrics)
-            rate = len(recent) * args.steps_per_iteration / sum(recent)
-            row = {"iteration": iteration, "steps": iteration * args.steps_per_iteration}
-            row |= {"seconds": round(seconds, 1), "steps_per_second": round(rate, 1)} | values
-            writer.writerow(row)
-            log.flush()
-            if track:
-                wandb.log(row, step=row["steps"])
-            show_progress(args, bar, row)
-            yield state, row, *more
-
-            last = iteration == args.num_iterations
-            due = time.time() - saved >= 60 * args.checkpoint_minutes
-            stopped, due = np.any(all_gather(np.array([[bool(received), due]])), axis=0)
-            if stopped or last or due:
-                try:
-                    save_checkpoint(folder / "checkpoint.npz", state)
-                except (OSError, MemoryError) as error:  # there may be room again before the next one
-                    if stopped or last:
-                        raise
-                    bar.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
-                saved = time.time()
-            if stopped and not last:
-                bar.close()
-                by = received[0] if received else signal.SIGTERM  # which another process received
-                fail(f"stopped by {by.name}; go on with: python {Path(__file__).name} --resume {folder}", code=128 + by)
-    finally:
-        bar.close()
-        log.close()
-        for number, handler in handlers.items():
+    def __exit__(self, *_):
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        if track:
-            wandb.finish()
+        self.bar.close()
+        self.file.close()
+        if self.wandb:
+            from wandb import Image
+
+            self.wandb.log({path.stem: Image(str(path)) for path in sorted(self.folder.glob("*.png"))})
+            self.wandb.finish()
+
+    def log(self, metrics):
+        """Add a row to metrics.csv and return it. A metric that is not finite ends the run; but there is no episode
+        length while no episode ends."""
+        values = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        spent = time.time() - self.began
+        self.seconds += spent
+        self.iteration += 1
+        if self.iteration <= self.args.first_update:
+            self.recent.clear()
+        self.recent.append(spent)
+        rate = len(self.recent) * self.args.steps_per_iteration / sum(self.recent)
+        row = {"iteration": self.iteration, "steps": self.iteration * self.args.steps_per_iteration}
+        row |= {"seconds": round(self.seconds, 1), "steps_per_second": round(rate, 1)}
+        row |= {name: x for name, x in values.items() if math.isfinite(x)}
+        broken = [f"{name} is {x}" for name, x in values.items() if name not in row and name != "episode_length"]
+        if broken:
+            self.bar.close()
+            words = f"iteration {self.iteration}: {', '.join(broken)}"
+            fail(f"{words}; the last good checkpoint, if any, is kept in {self.folder}", code=1)
+        self.file.write(",".join(str(row.get(name, "")) for name in self.columns) + "\n")
+        self.file.flush()
+        if self.wandb:
+            self.wandb.log(row, step=row["steps"])
+        name = "coverage" if "coverage" in row else "achievements"
+        self.bar.set_postfix_str(f"{name} {round(row[name], 2):,.10g}, {rate:,.0f} steps/s", refresh=False)
+        self.bar.update()
+        return row
+
+    def save(self, state):
+        """End an iteration: write a checkpoint if one is due, at the end of the run, and after a signal, which then
+        ends the run."""
+        last = self.iteration == self.args.num_iterations
+        due = time.time() - self.saved >= 60 * self.args.checkpoint_minutes
+        stopped, due = np.any(all_gather(np.array([[bool(self.signals), due]])), axis=0)
+        if stopped or last or due:
+            try:
+                save_checkpoint(self.folder / "checkpoint.npz", state)
+            except (OSError, MemoryError) as error:  # there may be room again before the next one
+                if stopped or last:
+                    raise
+                tqdm.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+            self.saved = time.time()
+        if stopped and not last:
+            self.bar.close()
+            by = self.signals[0] if self.signals else signal.SIGTERM  # which another process received
+            script = Path(__file__).name
+            fail(f"stopped by {by.name}; go on with: python {script} --resume {self.folder}", code=128 + by)
+        self.began = time.time()
 
 
 # ---------------------------------------------------------------------------------------------------- pictures
@@ -902,134 +852,92 @@ def save_bars(folder, title, bars):
     write_atomically(folder / "achievements.png", lambda file: figure.savefig(file, dpi=100))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def watch(args, env, params, key):
-    """(video_steps, 1, ...) worlds of one player, and whether its episode ended with each step."""
-
-    def step(now, key):
-        after, transition = act(args, env, params, now, key)
-        return after, (now.world, transition.done)
-
-    key_start, key_steps = jax.random.split(key)
-    start = init_players(args, env, key_start, 1)
-    return jax.lax.scan(step, start, jax.random.split(key_steps, args.video_steps))[1]
-
-
-def save_gif(folder, worlds, done):
-    """rollout.gif: the first episode of the worlds (T, 1, ...), drawn by Craftax, with the achievements it unlocks."""
-    from craftax.craftax_classic import renderer
-    from PIL import Image, ImageDraw, ImageFont
-
-    size = 16
-    font = ImageFont.load_default(13)
-    # the textures of this size only, without Craftax's cache, a file among its sources
-    renderer.load_all_textures = lambda: {size: renderer.load_all_textures_given_size(size)}
-    length = int(np.argmax(done)) + 1 if np.any(done) else len(done)
-    worlds = jax.tree.map(lambda x: x[:length, 0], worlds)
-    frames = np.asarray(jax.lax.map(renderer.make_craftax_pixel_renderer(size), worlds)).astype(np.uint8)
-    unlocked = np.asarray(worlds.achievements)  # (length, 22)
-    since = np.where(unlocked[-1], np.argmax(unlocked, axis=0), length)
-    pictures = []
-    for t, frame in enumerate(frames):
-        height = 2 * frame.shape[0]
-        width = 2 * frame.shape[1]
-        picture = Image.new("RGB", (width + 190, height), "black")
-        picture.paste(Image.fromarray(frame).resize((width, height), Image.NEAREST))
-        lines = [(f"step {t} of {length}", "white")]
-        for i in np.argsort(since, kind="stable")[: unlocked[t].sum()]:
-            color = "yellow" if t - since[i] < 10 else "gray"
-            lines.append((f"{since[i]:4d}  {ACHIEVEMENTS[i].replace('_', ' ')}", color))
-        for row, (text, color) in enumerate(lines):
-            ImageDraw.Draw(picture).text((width + 10, 6 + 15 * row), text, color, font)
-        pictures.append(picture.quantize(64))
-    options = dict(format="GIF", save_all=True, append_images=pictures[1:], duration=100, loop=0)
-    write_atomically(folder / "rollout.gif", lambda file: pictures[0].save(file, **options))
-
-
 # -------------------------------------------------------------------------------------------------------- main
 def parse_args(argv=None):
-    """Explicit flags win over the preset, the preset over the paper's changes for one robot, those over the defaults.
-    With --resume, explicit flags win over the arguments of the earlier run."""
+    """Explicit flags win over the preset, and with --resume over the arguments of the earlier run."""
     parse = functools.partial(tyro.cli, Args, args=argv, description=__doc__)
     args = parse()
     if not args.resume:
-        robot = args.env.split("_")[0]
-        return parse(default=Args(**PAPER.get(robot, {}) | PRESETS[args.preset]))
+        robots = PRESETS[args.preset]
+        return parse(default=Args(**robots.get(args.env.split("_")[0], robots["all"])))
     try:
-        earlier = json.loads((Path(args.resume) / "args.json").read_text())
-        default = Args(**earlier | {"resume": args.resume})
+        earlier = json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume}
+        default = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in earlier.items()})
     except (OSError, ValueError, TypeError) as error:
         fail(f"--resume {args.resume}: it is not the folder of a run of this script ({error})")
     return parse(default=default)
 
 
-MAY_BE_ZERO = ("seed", "checkpoint_minutes", "logsumexp_penalty", "noise", "forward_coef", "entropy_coef", "value_coef",
-               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum",
-               "gae_lambda", "slip", "epsilon", "first_offset")  # fmt: skip
-AT_MOST_ONE = ("gamma", "target_rate", "gae_lambda", "forward_weight")
-BELOW_ONE = ("gamma_cl", "reward_momentum")
+def require(args, rules):
+    """One line and exit code 2 if a rule does not hold. rules: {"field must ...": whether it does}."""
+    for rule, holds in rules.items():
+        if not holds:
+            name, words = rule.split(" ", 1)
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
 
 
-def check_numbers(args):
-    """One line and exit code 2 for out-of-range arguments."""
-    if not args.run_dir:
-        fail("--run-dir: it must not be empty")
-    for name, value in dataclasses.asdict(args).items():
-        if type(value) not in (int, float):
-            continue
-        flag = f"--{name.replace('_', '-')} {value}"
-        if not math.isfinite(value):
-            fail(f"{flag}: it must be a finite number")
-        if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
-            fail(f"{flag}: it must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
-        if value > 1 and name in AT_MOST_ONE:
-            fail(f"{flag}: it must be at most 1")
-        if value >= 1 and name in BELOW_ONE:
-            fail(f"{flag}: it must be below 1")
-        if value >= 2**32 and name == "seed":
-            fail(f"{flag}: it must be below 2^32")
-        if name in ("num_envs", "batch_size") and value % jax.device_count():
-            fail(f"{flag}: it must be a multiple of the {jax.device_count()} devices")
+def check_numbers(args, may_be_zero):
+    rules = {"seed must be below 2^32": args.seed < 2**32, "run_dir must not be empty": args.run_dir}
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            zero = name in may_be_zero
+            rules[f"{name} must be {'at least' if zero else 'above'} 0"] = value > 0 or (zero and value == 0)
+            rules[f"{name} must be finite"] = value < math.inf
+        if name in ("num_envs", "batch_size"):
+            rules[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
+    require(args, rules)
 
 
-def check_ppo_args(args):
-    check_numbers(args)
-    if args.num_envs % args.num_minibatches:
-        fail(f"--num-minibatches {args.num_minibatches}: it must divide --num-envs {args.num_envs}")
-    if not args.task_reward_coef and not args.intrinsic_coef:
-        fail("--intrinsic-coef 0: nothing is left to learn from; give --task-reward-coef too")
+def check_args(args):
+    may_be_zero = "seed checkpoint_minutes random_iterations gae_lambda entropy_coef value_coef task_reward_coef"
+    check_numbers(args, [*may_be_zero.split(), "intrinsic_coef", "forward_coef"])
+    require(args, {
+        "gamma must be at most 1": args.gamma <= 1,
+        "gae_lambda must be at most 1": args.gae_lambda <= 1,
+        "num_minibatches must divide num_envs": args.num_envs % args.num_minibatches == 0,
+        "intrinsic_coef and task_reward_coef must not both be 0": args.intrinsic_coef or args.task_reward_coef,
+        "model_minibatches must divide num_envs * num_steps": args.steps_per_iteration % args.model_minibatches == 0,
+    })  # fmt: skip
 
 
 def finish_craftax(folder, row, random_rates):
     """The last lines of a run, and what main returns."""
-    pictures = sorted(path.name for path in folder.glob("*") if path.suffix in (".png", ".gif"))
-    result = f"achievements {row['achievements']:.2f} an episode after {row['steps']:,} steps"
-    print(f"{result} in {clock(row['seconds'])} (uniform random actions: {float(np.sum(random_rates)):.2f})")
-    print(f"pictures {', '.join(pictures)}")
+    spent = tqdm.format_interval(row["seconds"])
+    result = f"achievements {row['achievements']:.2f} an episode after {row['steps']:,} steps in {spent}"
+    print(f"{result} (uniform random actions: {float(np.sum(random_rates)):.2f})")
+    print(f"pictures {', '.join(sorted(path.name for path in folder.glob('*.png')))}")
     print(f"folder   {folder}")
+    print(f"play     python evaluate.py {folder}")
     return row | {"folder": str(folder)}
 
 
 def main(args):
-    """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
-    if args.distributed:
-        join_processes()
-    check_ppo_args(args)
-    if args.num_envs * args.num_steps % args.model_minibatches:
-        fail(f"--model-minibatches {args.model_minibatches}: it must divide num_envs * num_steps")
+    """Collect, learn the bonus, learn the policy. Returns the last row of metrics, with the run's folder."""
+    start_jax(args)
+    check_args(args)
     env = make_craftax()
     init = functools.partial(init_state, args, env)
     buffers = f"rollout buffer {4e-6 * args.steps_per_iteration * env.state_size:,.0f} MB"
-    folder, state, seconds = start_run(args, init, jax.eval_shape(init), buffers)
-    iterate = compile_iteration(args, env, state)
-    for state, row in iterations(args, folder, state, seconds, iterate):
-        if row["iteration"] in picture_iterations(args):
-            title = f"{Path(__file__).stem}, seed {args.seed}, {row['steps']:,} steps"
-            bars = {"this policy": achievement_rates(state.episodes), "uniform random actions": state.random_rates}
-            save_bars(folder, title, bars)
-    if args.video_steps:
-        print("drawing rollout.gif", flush=True)
-        save_gif(folder, *watch(args, env, state.agent.params, jax.random.fold_in(state.key, 1)))
+    folder, state = start_run(args, init, buffers)
+    compiled_collect, collect_names = compile_stage(collect, args, env, state)
+    _, steps, _ = compiled_collect.out_info  # hidden and rollout, as shapes
+    compiled_bonus, bonus_names = compile_stage(learn_bonus, args, env, state, *steps)
+    _, reward, _ = compiled_bonus.out_info
+    compiled_policy, policy_names = compile_stage(learn_policy, args, env, state, *steps, reward)
+    with Run(args, folder, state, [*collect_names, *bonus_names, *policy_names]) as run:
+        for iteration in range(run.iteration + 1, args.num_iterations + 1):
+            state, steps, metrics = compiled_collect(state)
+            state, reward, bonus_metrics = compiled_bonus(state, *steps)
+            metrics |= bonus_metrics
+            if iteration >= args.first_update:
+                state, policy_metrics = compiled_policy(state, *steps, reward)
+                metrics |= policy_metrics
+            row = run.log(metrics)
+            if iteration in picture_iterations(args):
+                title = f"{Path(__file__).stem}, seed {args.seed}, {row['steps']:,} steps"
+                rates = achievement_rates(state.episodes)
+                save_bars(folder, title, {"this policy": rates, "uniform random actions": state.random_rates})
+            run.save(state)
     return finish_craftax(folder, row, state.random_rates)
 
 

@@ -9,7 +9,7 @@ One iteration:
 
     62 times, in every environment:                                                   # collect
         act with SAC's policy, store (s, a, done) in the replay, mark the bin of the new position as visited
-    999 times:                                                                        # update
+    999 times, once the replay holds 1,000 steps of each environment:                 # learn
         sample a batch of transitions (s, a, s') from the replay
         reward = mean over the state of (model(s, a) - s')^2
         one Adam step of the model on the mean reward
@@ -32,7 +32,6 @@ docs/mbrl_sac_brax.md
 
 import collections
 import contextlib
-import csv
 import dataclasses
 import errno
 import functools
@@ -44,8 +43,11 @@ import signal
 import sys
 import time
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any, Literal
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # no line for each program that XLA loads from its cache
 
 import flax
 import flax.linen as nn
@@ -60,7 +62,7 @@ with contextlib.redirect_stdout(io.StringIO()):  # no "Failed to import warp": a
     import brax.spring.pipeline
     import mujoco
     from brax import actuator, base
-    from brax.io import html, mjcf
+    from brax.io import mjcf
     from mujoco import mjx
 warnings.filterwarnings("ignore", message="Brax System, piplines and environments are not actively")
 
@@ -79,7 +81,9 @@ class Args:
     resume: str = ""  # folder of an earlier run: go on from its checkpoint, with its arguments
     run_dir: str = "runs"  # where the folder of the run is made
     checkpoint_minutes: float = 10.0  # minutes between checkpoints; always one at the end, at Ctrl-C and at SIGTERM
-    track: bool = False  # send the metrics to wandb too, project "ctec" (WANDB_MODE=offline works)
+    track: bool = False  # send metrics and pictures to wandb too (WANDB_MODE=offline works)
+    wandb_project_name: str = "ctec"  # project of the run on wandb
+    wandb_entity: str | None = None  # user or team of the run on wandb
     distributed: bool = False  # all processes that srun or mpirun has started together share this run
 
     num_envs: int = 1024  # parallel environments (paper Table 2; 256 on the humanoid)
@@ -93,6 +97,9 @@ class Args:
     agent_width: int = 256  # width of the two hidden layers of actor and critics (paper Table 2)
     gamma: float = 0.99  # discount of SAC (paper Table 2)
     target_rate: float = 0.005  # Polyak averaging rate of the target critics (authors' code)
+    intrinsic_coef: float = 1.0  # weight of the intrinsic reward; 0 leaves plain SAC, without its model
+    task_reward_coef: float = 0.0  # weight of the task reward: 1 within 0.5 m of the goal (the paper has none)
+    goal_cell: tuple[int, int] | None = None  # row and column of the goal in the maze; None: the furthest free cell
 
     # width of the two hidden layers of the forward model (the other encoders' in paper Table 4)
     model_width: int = 1024
@@ -117,11 +124,13 @@ class Args:
         return math.ceil(self.learning_starts / self.unroll_length)
 
 
-PAPER = {"humanoid": dict(num_envs=256, batch_size=256)}  # what the paper's tables change for one robot
-PRESETS = {
-    "paper": {},
-    "laptop": dict(total_timesteps=2_000_000, num_envs=128, episode_length=1001, replay_size=2000, learning_starts=500,
-                   batch_size=256, multiplier=0.032, model_width=256, checkpoint_minutes=2.0, scale_reward=True),
+PRESETS = {  # what a preset changes: for one robot, or for all others
+    "paper": {"humanoid": dict(num_envs=256, batch_size=256), "all": {}},
+    "laptop": {"humanoid": dict(total_timesteps=4_000_000, num_envs=256, unroll_length=124, batch_size=256,
+                                model_width=256),
+               "all": dict(total_timesteps=2_000_000, num_envs=128, episode_length=1001, replay_size=2000,
+                           learning_starts=500, batch_size=256, multiplier=0.032, model_width=256,
+                           scale_reward=True, checkpoint_minutes=2.0)},
 }  # fmt: skip
 
 
@@ -146,8 +155,8 @@ TwinMLP = nn.vmap(MLP, variable_axes={"params": 0}, split_rngs={"params": True},
 
 
 # ----------------------------------------------------------------------------- the method: forward-model error
-def weighted_mean(x, weight):
-    return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+def masked_mean(x, mask):
+    return jnp.sum(x * mask) / jnp.maximum(jnp.sum(mask), 1.0)
 
 
 def intrinsic_reward(params, args, batch):
@@ -157,15 +166,15 @@ def intrinsic_reward(params, args, batch):
     return batch.has_next * jnp.mean((predicted - batch.next_obs) ** 2, axis=-1)
 
 
-def unit_deviation(x, weight):
-    """x divided by its standard deviation over the rows of weight 1."""
-    deviation = jnp.sqrt(weighted_mean((x - weighted_mean(x, weight)) ** 2, weight))
+def unit_deviation(x, mask):
+    """x divided by its standard deviation over the rows with mask 1."""
+    deviation = jnp.sqrt(masked_mean((x - masked_mean(x, mask)) ** 2, mask))
     return x / (deviation + 1e-8)
 
 
 def model_loss(params, args, batch):
     """The mean error."""
-    loss = weighted_mean(intrinsic_reward(params, args, batch), batch.has_next)
+    loss = masked_mean(intrinsic_reward(params, args, batch), batch.has_next)
     return loss, {"model_loss": loss}
 
 
@@ -214,8 +223,8 @@ def critic_loss(params, args, batch, reward, next_value):
     target = reward + args.gamma * (1.0 - batch.terminated) * next_value
     error = q_values(params, args, batch.obs, batch.action) - target
     valid = 1.0 - batch.truncated  # the state after a truncation is not in the replay
-    loss = weighted_mean(jnp.mean(error**2, axis=0), valid)
-    return loss, {"critic_loss": loss, "q_target": weighted_mean(target, valid)}
+    loss = masked_mean(jnp.mean(error**2, axis=0), valid)
+    return loss, {"critic_loss": loss, "q_target": masked_mean(target, valid)}
 
 
 def actor_loss(params, args, batch, critic_params, alpha, key):
@@ -249,8 +258,8 @@ def update_sac(args, env, agent, batch, reward, key):
     log_alpha, alpha_metrics = gradient_update(alpha_loss, agent.log_alpha, adam, args, log_prob, target_entropy)
 
     target_critic = optax.incremental_update(critic.params, agent.target_critic, args.target_rate)
-    reward_mean = weighted_mean(reward, batch.has_next)
-    reward_std = jnp.sqrt(weighted_mean((reward - reward_mean) ** 2, batch.has_next))
+    reward_mean = masked_mean(reward, batch.has_next)
+    reward_std = jnp.sqrt(masked_mean((reward - reward_mean) ** 2, batch.has_next))
     metrics = {"reward_mean": reward_mean, "reward_std": reward_std} | critic_metrics | actor_metrics | alpha_metrics
     return Agent(actor, critic, target_critic, log_alpha), metrics
 
@@ -284,16 +293,12 @@ class Batch:
         return (1.0 - self.terminated) * (1.0 - self.truncated)
 
 
-def replay_insert(replay, obs, action, terminated, truncated):
-    """Write the steps of a rollout, each array (unroll_length, N, ...)."""
-    at = (replay.time + jnp.arange(len(obs))) % len(replay.obs)
-    return Replay(
-        obs=replay.obs.at[at].set(obs),
-        action=replay.action.at[at].set(action),
-        terminated=replay.terminated.at[at].set(terminated),
-        truncated=replay.truncated.at[at].set(truncated),
-        time=replay.time + len(obs),
-    )
+def replay_insert(replay, steps):
+    """Write the steps of a rollout: {field: (unroll_length, N, ...)}."""
+    length = len(steps["obs"])
+    at = (replay.time + jnp.arange(length)) % len(replay.obs)
+    written = {name: getattr(replay, name).at[at].set(x) for name, x in steps.items()}
+    return replay.replace(**written, time=replay.time + length)
 
 
 def sample_batch(key, args, replay):
@@ -315,30 +320,11 @@ def sample_batch(key, args, replay):
     )
 
 
-def collect(args, env, state, key):
-    """`unroll_length` steps in every environment, into the replay and the coverage. The start states of new episodes
-    are drawn once an iteration."""
-    key_start, key_actions = jax.random.split(key)
-    starts = jax.vmap(env.reset)(jax.random.split(key_start, args.num_envs))
-
-    def step(carry, key):
-        now, episode_step = carry
-        action, _ = sample_action(state.agent.actor.params, args, key, now.obs, env.action_size)
-        carry, (terminated, truncated, reached, frame) = step_envs(args, env, starts, now, episode_step, action)
-        return carry, ((now.obs, action, terminated, truncated), reached, frame)
-
-    keys = jax.random.split(key_actions, args.unroll_length)
-    (env_state, episode_step), (steps, reached, frames) = jax.lax.scan(step, (state.env, state.episode_step), keys)
-    replay = replay_insert(state.replay, *steps)
-    coverage = mark_visited(args, env, state.coverage, state.iteration, reached.position)
-    metrics = {"episode_length": mean_episode_length(reached)} | coverage_metrics(coverage)
-    return state.replace(env=env_state, episode_step=episode_step, replay=replay, coverage=coverage), metrics, frames
-
-
 # ---------------------------------------------------------------------------------------------------- training
 @flax.struct.dataclass
 class RunState:
-    key: jax.Array
+    key: jax.Array  # of the next iteration
+    key_learn: jax.Array  # of this iteration's gradient steps
     iteration: jax.Array
     env: "EnvState"  # (N, ...)
     episode_step: jax.Array  # (N,)
@@ -348,42 +334,58 @@ class RunState:
     model: Model
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def collect(args, env, state):
+    """`unroll_length` steps in every environment, into the replay and the coverage. The start states of new episodes
+    are drawn once an iteration."""
+    key, key_collect, key_learn = jax.random.split(state.key, 3)
+    key_start, key_actions = jax.random.split(key_collect)
+    starts = jax.vmap(env.reset)(jax.random.split(key_start, args.num_envs))
+
+    def step(carry, key):
+        now, episode_step = carry
+        action, _ = sample_action(state.agent.actor.params, args, key, now.obs, env.action_size)
+        carry, (terminated, truncated, reached) = step_envs(args, env, starts, now, episode_step, action)
+        return carry, (dict(obs=now.obs, action=action, terminated=terminated, truncated=truncated), reached)
+
+    keys = jax.random.split(key_actions, args.unroll_length)
+    (env_state, episode_step), (steps, reached) = jax.lax.scan(step, (state.env, state.episode_step), keys)
+    replay = replay_insert(state.replay, steps)
+    state = state.replace(key=key, key_learn=key_learn, iteration=state.iteration + 1, env=env_state)
+    coverage = mark_visited(args, env, state.coverage, state.iteration, reached.position)
+    state = state.replace(episode_step=episode_step, replay=replay, coverage=coverage)
+    metrics = coverage_metrics(coverage, reached) | {"replay_entropy": replay_entropy(env, replay)}
+    metrics["success"] = jnp.mean(at_goal(args, env, reached.position))
+    return shard_state(state), metrics
+
+
 def update(args, env, replay, agent, model, key):
     """One gradient step of everything. The reward comes from the model as it is before its step."""
     key_batch, key_sac = jax.random.split(key)
-    batch = on_each_device(sample_batch, key_batch, args, replay)
-    reward = intrinsic_reward(model.params, args, batch)
-    if args.scale_reward:
-        reward = unit_deviation(reward, batch.has_next)
-    model, metrics = gradient_update(model_loss, model, optax.adam(args.learning_rate), args, batch)
+    batch = shard(sample_batch(key_batch, args, replay), "envs")
+    reward = jnp.zeros(args.batch_size)
+    metrics = {}
+    if args.task_reward_coef:
+        reward += args.task_reward_coef * at_goal(args, env, batch.obs)
+    if args.intrinsic_coef:
+        bonus = intrinsic_reward(model.params, args, batch)
+        if args.scale_reward:
+            bonus = unit_deviation(bonus, batch.has_next)
+        reward += args.intrinsic_coef * bonus
+        model, metrics = gradient_update(model_loss, model, optax.adam(args.learning_rate), args, batch)
     agent, sac_metrics = update_sac(args, env, agent, batch, reward, key_sac)
     return (agent, model), metrics | sac_metrics
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def train_iteration(args, env, state):
-    """Collect, then learn once there is enough in the replay: all on the device, compiled once in a run."""
-    key, key_collect, key_learn = jax.random.split(state.key, 3)
-    state = state.replace(key=key, iteration=state.iteration + 1)
-
-    # play `unroll_length` steps in every environment
-    state, collect_metrics, frames = collect(args, env, state, key_collect)
-
-    # take `gradient_steps` gradient steps, once the replay holds `learning_starts` steps
-    def learn(models):
-        step = lambda models, key: update(args, env, state.replay, *models, key)
-        models, metrics = jax.lax.scan(step, models, jax.random.split(key_learn, args.gradient_steps))
-        return models, jax.tree.map(jnp.mean, metrics)
-
-    def wait(models):
-        metrics = jax.eval_shape(learn, models)[1]
-        return models, jax.tree.map(lambda _: jnp.nan, metrics)  # no values yet
-
-    enough = state.replay.time >= args.learning_starts
-    (agent, model), metrics = jax.lax.cond(enough, learn, wait, (state.agent, state.model))
-    metrics |= collect_metrics | {"replay_entropy": replay_entropy(env, state.replay)}
+def learn(args, env, state):
+    """`gradient_steps` gradient steps."""
+    step = lambda models, key: update(args, env, state.replay, *models, key)
+    keys = jax.random.split(state.key_learn, args.gradient_steps)
+    (agent, model), metrics = jax.lax.scan(step, (state.agent, state.model), keys)
+    metrics = jax.tree.map(jnp.mean, metrics)
     metrics["parameter_norm"] = optax.global_norm((model.params, agent.actor.params, agent.critic.params))
-    return shard_state(state.replace(agent=agent, model=model)), metrics, shard(frames)
+    return shard_state(state.replace(agent=agent, model=model)), metrics
 
 
 # ----------------------------------------------------------------------------------------------- initial state
@@ -413,6 +415,7 @@ def init_state(args, env):
     params = MLP(args.model_width, env.state_size).init(key_model, jnp.zeros(env.state_size + env.action_size))
     return RunState(
         key=key,
+        key_learn=key,
         iteration=jnp.int32(0),
         env=jax.vmap(env.reset)(jax.random.split(key_env, args.num_envs)),
         episode_step=jnp.zeros(args.num_envs, jnp.int32),
@@ -429,17 +432,21 @@ def init_state(args, env):
 
 # ----------------------------------------------------------------------------------------------------- devices
 # the axes by which fields of RunState are split over the devices
-SPLIT = {name: ("envs",) for name in ("env", "episode_step", "players", "worlds", "walkers", "memory", "root")} | {
-    "replay": (None, "envs")
-}
+SPLIT = {"env": ("envs",), "episode_step": ("envs",), "replay": (None, "envs")}
 
 
-def join_processes():
-    """Processes that srun or mpirun has started together, on one machine or several, share a run. Only the first one
-    prints and writes."""
-    jax.distributed.initialize()
-    if jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w")
+def shard(tree, *axes):
+    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device.
+    XLA does the rest: it sums a batch that is drawn from all devices, and never sends a replay."""
+    if jax.device_count() == 1:
+        return tree
+    mesh = jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*axes[: x.ndim])))
+    return jax.tree.map(place, tree)
+
+
+def shard_state(state):
+    return state.replace(**{name: shard(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
 
 
 def all_gather(tree):
@@ -449,45 +456,6 @@ def all_gather(tree):
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(tree, tiled=True)
-
-
-def device_mesh():
-    return jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
-def shard(tree, *axes):
-    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device."""
-    if jax.device_count() == 1:
-        return tree
-    mesh = device_mesh()
-    place = lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*axes[: x.ndim])))
-    return jax.tree.map(place, tree)
-
-
-def shard_state(state):
-    """Environments and replay are split over the devices; everything else is copied to all of them."""
-    return state.replace(**{name: shard(field, *SPLIT.get(name, ())) for name, field in vars(state).items()})
-
-
-def on_each_device(sample, key, args, *inputs):
-    """sample(key, args, *inputs). On several devices each one samples its share of the rows from its own environments:
-    sampling across devices would all-gather the replay."""
-    devices = jax.device_count()
-    if devices == 1:
-        return sample(key, args, *inputs)
-    share = dataclasses.replace(args, num_envs=args.num_envs // devices, batch_size=args.batch_size // devices)
-    static = [x for x in inputs if not dataclasses.is_dataclass(x)]  # the environment
-    split = [x for x in inputs if dataclasses.is_dataclass(x)]  # replay and batch
-
-    def sample_share(key, *split):
-        return sample(jax.random.fold_in(key, jax.lax.axis_index("envs")), share, *static, *split)
-
-    def specs(tree):
-        axes = (None, "envs") if isinstance(tree, Replay) else ("envs",)
-        return jax.tree.map(lambda x: jax.P(*axes[: x.ndim]), tree)
-
-    in_specs = (jax.P(), *map(specs, split))
-    return jax.shard_map(sample_share, mesh=device_mesh(), in_specs=in_specs, out_specs=jax.P("envs"))(key, *split)
 
 
 # ---------------------------------------------------------------------------------------------------- coverage
@@ -561,13 +529,18 @@ def mark_visited(args, env, coverage, iteration, position):
     return Coverage(first_visit, table)
 
 
-def coverage_metrics(coverage):
-    return {"coverage": jnp.sum(coverage.first_visit < NEVER)}
+def at_goal(args, env, obs):
+    """(...) 1.0 where a position is within 0.5 m of the centre of the goal's cell; the arm has no goal."""
+    if not env.free_cells:
+        return jnp.zeros(obs.shape[:-1])
+    goal = np.array(args.goal_cell or env.far_cell) * env.cell
+    return (jnp.sum((obs[..., :2] - goal) ** 2, axis=-1) < 0.5**2).astype(jnp.float32)
 
 
-def mean_episode_length(reached):
-    """Of the episodes that ended; nan if none did."""
-    return jnp.sum(reached.episode_length) / jnp.sum(reached.episode_length > 0)
+def coverage_metrics(coverage, reached):
+    """Bins so far, and the mean length of the episodes that ended; nan if none did."""
+    length = jnp.sum(reached.episode_length) / jnp.sum(reached.episode_length > 0)
+    return {"coverage": jnp.sum(coverage.first_visit < NEVER), "episode_length": length}
 
 
 def replay_entropy(env, replay):
@@ -605,6 +578,12 @@ class Maze:
         self.start = np.argwhere(cells == "r")[0] * self.cell
         self.walls = np.argwhere(cells == "1") * self.cell  # (walls, 2) centres
         self.free = np.argwhere(cells == "0") * self.cell
+        self.free_cells = np.argwhere(cells != "1").tolist()
+        distance = np.where(cells == "r", 0, np.inf)  # from the start, cell by cell
+        for _ in range(cells.size):
+            nearest = np.min([np.roll(distance, shift, axis) for axis in (0, 1) for shift in (-1, 1)], axis=0)
+            distance = np.where(self.is_wall, np.inf, np.minimum(distance, nearest + 1))
+        self.far_cell = np.unravel_index(np.argmax(np.where(self.is_wall, -1, distance)), cells.shape)
         self.grid_low = np.round([-half / BIN] * 2).astype(np.int32)  # the bin of the corner, and bins along x and y
         self.grid_shape = tuple(np.round(np.array(cells.shape) * self.cell / BIN).astype(int))
         self.outlines = [(x - half, y - half, self.cell, self.cell) for x, y in self.walls]
@@ -643,9 +622,6 @@ class PointMaze(Maze):
         physics = jnp.concatenate([p, v])
         return EnvState(physics, physics, jnp.zeros((), bool))
 
-    def frame(self, physics):
-        return physics[:16, :2]  # the positions of 16 points, for the picture of the last steps
-
 
 class BraxMaze(Maze):
     """A robot that comes with Brax, among wall boxes of half a cell's height. Each sphere or capsule of the robot can
@@ -660,10 +636,6 @@ class BraxMaze(Maze):
         solid = np.flatnonzero((affinity > 0) & (self.sys.geom_bodyid > 0))
         self.solid = solid[np.argsort(affinity[solid])]  # the geoms that meet walls, in the order of their boxes
         self.action_size = self.sys.act_size()
-
-    @functools.cached_property
-    def scene(self):
-        return self.build(following=False)  # for the viewer
 
     def build(self, following):
         """The robot with boxes that follow it, or among all walls of the maze."""
@@ -716,9 +688,6 @@ class BraxMaze(Maze):
         z = physics.x.pos[0, 2]
         low, high = self.healthy
         return EnvState(physics, self.observe(physics, control), (z < low) | (z > high))
-
-    def frame(self, physics):
-        return jax.tree.map(lambda x: x[0], physics.x)  # the links of the first environment, for the viewer
 
 
 class AntMaze(BraxMaze):
@@ -807,6 +776,7 @@ class ArmBinpick:
     position_size = 3
     free_bins = None  # unknown in 3-D
     start = np.array([-0.3, 0.6])
+    free_cells = []  # it has no maze
     grid_low = np.array([-2, 0], np.int32)  # the bin of the pictures' corner, and bins along x and y
     grid_shape = (4, 3)
     default_q = np.array([1.571, 0.742, 0, -1.571, 0, 3.054, 1.449, 0.04, 0.04])
@@ -851,7 +821,6 @@ class ArmBinpick:
             <contact>{"".join(f'<pair geom1="{a}" geom2="{b}"/>' for a, b in pairs)}</contact>
             <equality><joint joint1="joint7" joint2="joint8" solref=".005 1" solimp=".95 .99 .001 .5 2"/></equality>
             <actuator>{motors}</actuator></mujoco>"""))  # fmt: skip
-        self.scene = self.sys  # for the viewer
 
     def from_q(self, q, qd):
         return self.state(mjx.forward(self.sys, mjx.make_data(self.sys).replace(qpos=q, qvel=qd)))
@@ -881,9 +850,6 @@ class ArmBinpick:
         obs = jnp.concatenate([data.qpos[:3], data.qpos[7:14], data.xpos[hand], velocity, gripper])
         return EnvState(data, obs, jnp.zeros((), bool))
 
-    def frame(self, data):
-        return base.Transform(pos=data.xpos[0, 1:], rot=data.xquat[0, 1:])  # the bodies of the first environment
-
 
 @functools.cache
 def make_env(name):
@@ -894,7 +860,7 @@ def make_env(name):
 
 def step_envs(args, env, starts, now, episode_step, action):
     """One step in every environment; an episode that ends goes on from its place in starts. Returns the scan carry
-    (state, episode_step) and (terminated, truncated, Reached, frame)."""
+    (state, episode_step) and (terminated, truncated, Reached)."""
     with jax.default_matmul_precision("highest"):  # no TF32 in the physics
         after = jax.vmap(env.step)(now, action)
     terminated = after.terminated | ~jnp.all(jnp.isfinite(after.obs), axis=-1)  # physics that blew up ends too
@@ -906,26 +872,28 @@ def step_envs(args, env, starts, now, episode_step, action):
 
     carry = (jax.tree.map(restart, starts, after), jnp.where(done, 0, episode_step + 1))
     reached = Reached(after.obs[..., : env.position_size], jnp.where(done, episode_step + 1, 0))
-    return carry, (terminated, truncated, reached, env.frame(after.physics))
+    return carry, (terminated, truncated, reached)
 
 
 # ----------------------------------------------------------------------------------- run folder and checkpoint
-METRICS = """iteration steps seconds steps_per_second coverage episode_length replay_entropy model_loss
-    reward_mean reward_std critic_loss q_target actor_loss entropy alpha_loss alpha
-    parameter_norm""".split()  # the columns of metrics.csv
-
-
 def fail(message, code=2):
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(code)
 
 
-def clock(seconds):
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:,.1f} h"
+def start_jax(args):
+    """Join the processes of a launcher, and cache compiled programs: code for one processor can crash another one that
+    shares the home folder, so each kind has a folder of its own."""
+    if args.distributed:
+        jax.distributed.initialize()
+        if jax.process_index() > 0:
+            sys.stdout = open(os.devnull, "w")  # the first process speaks for all
+    if not jax.config.jax_compilation_cache_dir:
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+        kind = "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+        cache = Path.home() / ".cache" / "ctec_jax" / f"{zlib.crc32(kind.encode()):08x}"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
 
 
 def write_atomically(path, write):
@@ -971,54 +939,38 @@ def load_checkpoint(path, template):
         fail(f"{path} is no checkpoint of this run ({error}): put a copy in its place, or start without --resume")
 
 
-def read_metrics(path, iteration):
-    """The rows of metrics.csv up to an iteration, as dictionaries."""
+def read_metrics(path, columns, iteration):
+    """The lines of metrics.csv up to an iteration."""
     try:
-        with open(path, newline="") as file:
-            reader = csv.DictReader(file)
-            rows = [row for row in reader if None not in row.values()]  # a kill may have cut the last one
-    except (OSError, csv.Error) as error:
+        header, *lines = path.read_text().splitlines()
+    except (OSError, ValueError) as error:
         fail(f"{path}: {error}; it belongs to the checkpoint beside it")
-    if reader.fieldnames != METRICS:
+    if header.split(",") != columns:
         fail(f"{path} is of another version of this script")
-    return [row for row in rows if int(row["iteration"]) <= iteration]
-
-
-def write_metrics(path, rows):
-    text = io.StringIO()
-    writer = csv.DictWriter(text, METRICS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+    whole = [line for line in lines if line.count(",") == header.count(",")]  # a kill may have cut the last one
+    return [line for line in whole if int(line.split(",")[0]) <= iteration]
 
 
 def nbytes(tree):
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def check_memory(args, template):
-    """One line and exit code 2, before anything is allocated, if a device's share of the state does not fit it."""
+def start_run(args, init, buffers):
+    """Make the run's folder, or open the one to resume. Returns it and the state: init(), or the checkpoint's. buffers
+    says in words what takes the memory."""
+    template = jax.eval_shape(init)
     device = jax.local_devices()[0]
     limits = device.memory_stats() or {}  # a CPU has none
-    there = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    split = sum(nbytes(getattr(template, name, ())) for name in SPLIT)
-    share = nbytes(template) - split + split // jax.device_count()
-    if share > there:
-        sizes = f"the run's state needs {share / 1e9:,.1f} GB, the device ({device.platform}) has"
-        fail(f"{sizes} {there / 1e9:,.1f} GB: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
-
-
-def start_run(args, init, template, buffers):
-    """Make the run's folder, or open the one to resume. Returns it, the state (init(), or the checkpoint's) and the
-    seconds spent so far. template has the state's shapes; buffers says in words what takes the memory."""
-    check_memory(args, template)
+    memory = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / 1e9
+    needed = nbytes(template) / jax.device_count() / 1e9
+    if needed > memory:
+        sizes = f"the run's state needs {needed:,.1f} GB, the device ({device.platform}) has {memory:,.1f} GB"
+        fail(f"{sizes}: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
     state = None
-    rows = []
     name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(args.resume or Path(args.run_dir) / name)
     if args.resume:
         state = load_checkpoint(folder / "checkpoint.npz", template)
-        rows = read_metrics(folder / "metrics.csv", int(state.iteration))
         if state.iteration >= args.num_iterations:
             fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
     elif jax.process_index() == 0:
@@ -1026,124 +978,123 @@ def start_run(args, init, template, buffers):
             folder.mkdir(parents=True)
         except OSError as error:
             fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
-    config = json.dumps(dataclasses.asdict(args) | {"resume": "", "distributed": False}, indent=1)
-    write_atomically(folder / "args.json", lambda file: file.write(config.encode()))
-    write_metrics(folder / "metrics.csv", rows)
 
-    device = jax.devices()[0]
     devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
     print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
-    if device.platform == "cpu" and args.preset == "paper":
-        print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     flag = "--xla_cpu_use_fusion_emitters=false"
     is_robot = args.env.startswith(("ant", "humanoid", "arm"))
+    if device.platform == "cpu" and args.preset == "paper":
+        print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
     if device.platform == "cpu" and is_robot and flag not in os.environ.get("XLA_FLAGS", ""):
         print(f"robots step faster on a CPU, the arm 100 times as fast, with XLA_FLAGS={flag}", flush=True)
-    seconds = float(rows[-1]["seconds"]) if rows else 0.0
     if jax.device_count() == 1:
-        return folder, state or init(), seconds
-    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state)), seconds
+        return folder, state or init()
+    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state))
 
 
-def compile_iteration(args, env, state):
-    """train_iteration for this state, compiled now, so that the first iteration is timed like the others."""
+def compile_stage(stage, *inputs):
+    """The stage for such inputs, compiled now, so that the first iteration is timed like the others; and the names of
+    its metrics, which are its last output."""
     began = time.time()
-    iterate = train_iteration.lower(args, env, state).compile()
-    print(f"compiled in {clock(time.time() - began)}", flush=True)
-    return iterate
+    compiled = stage.lower(*inputs).compile()
+    print(f"compiled {stage.__name__} in {time.time() - began:.0f} s", flush=True)
+    return compiled, list(stage.eval_shape(*inputs)[-1])
 
 
-def finite_metrics(args, folder, iteration, metrics):
-    """The metrics as numbers. One that is not finite ends the run; but before the first update, and while the
-    parameters are finite, nan means: no value yet. There is no episode length while no episode ends."""
-    values = {name: float(metrics[name]) for name in METRICS if name in metrics}
-    missing = [name for name, x in values.items() if not math.isfinite(x)]
-    waiting = iteration < args.first_update and math.isfinite(values.get("parameter_norm", 0.0))
-    for name in missing:
-        no_value = waiting or name == "episode_length"
-        if not no_value or not math.isnan(values[name]):
-            words = f"iteration {iteration}: {name} is {values[name]}"
-            fail(f"{words}; the last good checkpoint, if any, is kept in {folder}", code=1)
-    return {name: x for name, x in values.items() if name not in missing}
+class Run(contextlib.AbstractContextManager):
+    """What surrounds the iterations: metrics.csv, checkpoints, progress, wandb. Inside `with`, Ctrl-C and SIGTERM end
+    the run after an iteration, with a checkpoint. Only the first process writes."""
 
+    def __init__(self, args, folder, state, metric_names):
+        self.args = args
+        self.folder = folder
+        self.iteration = int(state.iteration)
+        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
+        path = folder / "metrics.csv"
+        lines = read_metrics(path, self.columns, self.iteration) if args.resume else []
+        self.seconds = float(lines[-1].split(",")[2]) if lines else 0.0
+        self.recent = collections.deque(maxlen=20)  # seconds of the latest iterations, from the first update on
+        config = dataclasses.asdict(args) | {"resume": "", "distributed": False}
+        write_atomically(folder / "args.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
+        table = "".join(f"{line}\n" for line in [",".join(self.columns), *lines])
+        write_atomically(path, lambda file: file.write(table.encode()))
+        first = jax.process_index() == 0
+        self.file = open(path if first else os.devnull, "a")
+        self.wandb = None
+        if args.track and first:
+            import wandb
 
-def show_progress(args, bar, row):
-    """On a terminal tqdm's bar; elsewhere a line for each twentieth of the run."""
-    name = "coverage" if "coverage" in row else "achievements"
-    result = f"{name} {round(row[name], 2):,.10g}, {row['steps_per_second']:,.0f} steps/s"
-    iterations_left = args.num_iterations - row["iteration"]
-    if not bar.disable:
-        bar.set_postfix_str(result, refresh=False)
-        bar.update()
-    elif row["iteration"] % math.ceil(args.num_iterations / 20) == 0 or not iterations_left:
-        left = f"{clock(iterations_left * args.steps_per_iteration / row['steps_per_second'])} left"
-        when = left if row["iteration"] >= args.first_update else "not learning yet"
-        print(f"{row['iteration'] / args.num_iterations:4.0%}  {result}, {when}", flush=True)
+            names = dict(project=args.wandb_project_name, entity=args.wandb_entity, id=folder.name)
+            self.wandb = wandb.init(**names, resume="allow", config=config, dir=folder)
+        self.bar = tqdm(total=args.num_iterations, initial=self.iteration, disable=not first,
+                        mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
+                        bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}")  # fmt: skip
+        self.signals = []
+        receive = lambda number, _: self.signals.append(signal.Signals(number))
+        self.handlers = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.saved = time.time()
+        self.began = time.time()
 
-
-def iterations(args, folder, state, seconds, iterate):
-    """Yield (state, row of metrics, whatever else iterate returns) after each iteration. Writes metrics.csv, shows the
-    progress, and saves checkpoints when the caller is done with the iteration. Stops at Ctrl-C and SIGTERM."""
-    track = args.track and jax.process_index() == 0
-    if track:
-        import wandb
-
-        wandb.init(project="ctec", id=folder.name, resume="allow", config=dataclasses.asdict(args), dir=folder)
-    received = []  # signals
-    handle = lambda number, _: received.append(signal.Signals(number))
-    handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    first = int(state.iteration) + 1
-    layout = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
-    bar = tqdm(total=args.num_iterations, initial=first - 1, bar_format=layout, disable=None)  # None: if no terminal
-    log = open(folder / "metrics.csv" if jax.process_index() == 0 else os.devnull, "a", newline="")
-    writer = csv.DictWriter(log, METRICS, lineterminator="\n")
-    recent = collections.deque(maxlen=20)  # seconds of the latest iterations, without those before the first update
-    saved = time.time()
-    try:
-        for iteration in range(first, args.num_iterations + 1):
-            began = time.time()
-            state, metrics, *more = iterate(state)
-            metrics = jax.device_get(metrics)
-            spent = time.time() - began
-            seconds += spent
-            if iteration <= args.first_update:
-                recent.clear()
-            recent.append(spent)
-
-            values = finite_metrics(args, folder, iteration, metrics)
-            rate = len(recent) * args.steps_per_iteration / sum(recent)
-            row = {"iteration": iteration, "steps": iteration * args.steps_per_iteration}
-            row |= {"seconds": round(seconds, 1), "steps_per_second": round(rate, 1)} | values
-            writer.writerow(row)
-            log.flush()
-            if track:
-                wandb.log(row, step=row["steps"])
-            show_progress(args, bar, row)
-            yield state, row, *more
-
-            last = iteration == args.num_iterations
-            due = time.time() - saved >= 60 * args.checkpoint_minutes
-            stopped, due = np.any(all_gather(np.array([[bool(received), due]])), axis=0)
-            if stopped or last or due:
-                try:
-                    save_checkpoint(folder / "checkpoint.npz", state)
-                except (OSError, MemoryError) as error:  # there may be room again before the next one
-                    if stopped or last:
-                        raise
-                    bar.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
-                saved = time.time()
-            if stopped and not last:
-                bar.close()
-                by = received[0] if received else signal.SIGTERM  # which another process received
-                fail(f"stopped by {by.name}; go on with: python {Path(__file__).name} --resume {folder}", code=128 + by)
-    finally:
-        bar.close()
-        log.close()
-        for number, handler in handlers.items():
+    def __exit__(self, *_):
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        if track:
-            wandb.finish()
+        self.bar.close()
+        self.file.close()
+        if self.wandb:
+            from wandb import Image
+
+            self.wandb.log({path.stem: Image(str(path)) for path in sorted(self.folder.glob("*.png"))})
+            self.wandb.finish()
+
+    def log(self, metrics):
+        """Add a row to metrics.csv and return it. A metric that is not finite ends the run; but there is no episode
+        length while no episode ends."""
+        values = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        spent = time.time() - self.began
+        self.seconds += spent
+        self.iteration += 1
+        if self.iteration <= self.args.first_update:
+            self.recent.clear()
+        self.recent.append(spent)
+        rate = len(self.recent) * self.args.steps_per_iteration / sum(self.recent)
+        row = {"iteration": self.iteration, "steps": self.iteration * self.args.steps_per_iteration}
+        row |= {"seconds": round(self.seconds, 1), "steps_per_second": round(rate, 1)}
+        row |= {name: x for name, x in values.items() if math.isfinite(x)}
+        broken = [f"{name} is {x}" for name, x in values.items() if name not in row and name != "episode_length"]
+        if broken:
+            self.bar.close()
+            words = f"iteration {self.iteration}: {', '.join(broken)}"
+            fail(f"{words}; the last good checkpoint, if any, is kept in {self.folder}", code=1)
+        self.file.write(",".join(str(row.get(name, "")) for name in self.columns) + "\n")
+        self.file.flush()
+        if self.wandb:
+            self.wandb.log(row, step=row["steps"])
+        name = "coverage" if "coverage" in row else "achievements"
+        self.bar.set_postfix_str(f"{name} {round(row[name], 2):,.10g}, {rate:,.0f} steps/s", refresh=False)
+        self.bar.update()
+        return row
+
+    def save(self, state):
+        """End an iteration: write a checkpoint if one is due, at the end of the run, and after a signal, which then
+        ends the run."""
+        last = self.iteration == self.args.num_iterations
+        due = time.time() - self.saved >= 60 * self.args.checkpoint_minutes
+        stopped, due = np.any(all_gather(np.array([[bool(self.signals), due]])), axis=0)
+        if stopped or last or due:
+            try:
+                save_checkpoint(self.folder / "checkpoint.npz", state)
+            except (OSError, MemoryError) as error:  # there may be room again before the next one
+                if stopped or last:
+                    raise
+                tqdm.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+            self.saved = time.time()
+        if stopped and not last:
+            self.bar.close()
+            by = self.signals[0] if self.signals else signal.SIGTERM  # which another process received
+            script = Path(__file__).name
+            fail(f"stopped by {by.name}; go on with: python {script} --resume {self.folder}", code=128 + by)
+        self.began = time.time()
 
 
 # ---------------------------------------------------------------------------------------------------- pictures
@@ -1174,13 +1125,12 @@ def of_bins(env):
     return f" of {env.free_bins:,}" if env.free_bins else ""
 
 
-def save_coverage(args, env, folder, coverage, steps, frames):
-    """coverage.png and .npz, and the last steps: rollout.html (Brax's viewer) or rollout.png (of 16 points)."""
+def save_coverage(args, env, folder, coverage, steps):
+    """coverage.npz: the bins by the step of their first visit; coverage.png: the same from above."""
     from matplotlib.figure import Figure
 
     coverage = jax.device_get(coverage)
-    visited = np.flatnonzero(coverage.first_visit < NEVER)
-    visited = visited[np.argsort(coverage.first_visit[visited], kind="stable")]
+    visited = np.argsort(coverage.first_visit, kind="stable")[: np.sum(coverage.first_visit < NEVER)]
     first_visit = coverage.first_visit[visited]
     place = coverage.place[visited]
     write_atomically(folder / "coverage.npz", lambda file: np.savez(file, first_visit=first_visit, place=place))
@@ -1192,104 +1142,89 @@ def save_coverage(args, env, folder, coverage, steps, frames):
     figure.colorbar(image, ax=axes, shrink=0.7, label="environment step of the first visit")
     write_atomically(folder / "coverage.png", lambda file: figure.savefig(file, dpi=100))
 
-    frames = jax.tree.map(lambda *x: np.concatenate(x)[-args.episode_length :], *frames)
-    if hasattr(env, "scene"):
-        poses = [jax.tree.map(lambda x, t=t: x[t], frames) for t in range(len(frames.pos))]
-        states = [base.State(q=None, qd=None, x=x, xd=None, contact=None) for x in poses]
-        viewer = html.render(env.scene, states)
-        write_atomically(folder / "rollout.html", lambda file: file.write(viewer.encode()))
-    else:
-        figure = Figure((7, 6), layout="constrained")
-        axes = figure.add_subplot()
-        draw_places(axes, env, f"{args.env}: the last {len(frames)} steps of {frames.shape[1]} points")
-        axes.plot(*frames.transpose(2, 0, 1), ".", markersize=1)
-        write_atomically(folder / "rollout.png", lambda file: figure.savefig(file, dpi=100))
-
 
 # -------------------------------------------------------------------------------------------------------- main
 def parse_args(argv=None):
-    """Explicit flags win over the preset, the preset over the paper's changes for one robot, those over the defaults.
-    With --resume, explicit flags win over the arguments of the earlier run."""
+    """Explicit flags win over the preset, and with --resume over the arguments of the earlier run."""
     parse = functools.partial(tyro.cli, Args, args=argv, description=__doc__)
     args = parse()
     if not args.resume:
-        robot = args.env.split("_")[0]
-        return parse(default=Args(**PAPER.get(robot, {}) | PRESETS[args.preset]))
+        robots = PRESETS[args.preset]
+        return parse(default=Args(**robots.get(args.env.split("_")[0], robots["all"])))
     try:
-        earlier = json.loads((Path(args.resume) / "args.json").read_text())
-        default = Args(**earlier | {"resume": args.resume})
+        earlier = json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume}
+        default = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in earlier.items()})
     except (OSError, ValueError, TypeError) as error:
         fail(f"--resume {args.resume}: it is not the folder of a run of this script ({error})")
     return parse(default=default)
 
 
-MAY_BE_ZERO = ("seed", "checkpoint_minutes", "logsumexp_penalty", "noise", "forward_coef", "entropy_coef", "value_coef",
-               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum",
-               "gae_lambda", "slip", "epsilon", "first_offset")  # fmt: skip
-AT_MOST_ONE = ("gamma", "target_rate", "gae_lambda", "forward_weight")
-BELOW_ONE = ("gamma_cl", "reward_momentum")
+def require(args, rules):
+    """One line and exit code 2 if a rule does not hold. rules: {"field must ...": whether it does}."""
+    for rule, holds in rules.items():
+        if not holds:
+            name, words = rule.split(" ", 1)
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
 
 
-def check_numbers(args):
-    """One line and exit code 2 for out-of-range arguments."""
-    if not args.run_dir:
-        fail("--run-dir: it must not be empty")
-    for name, value in dataclasses.asdict(args).items():
-        if type(value) not in (int, float):
-            continue
-        flag = f"--{name.replace('_', '-')} {value}"
-        if not math.isfinite(value):
-            fail(f"{flag}: it must be a finite number")
-        if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
-            fail(f"{flag}: it must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
-        if value > 1 and name in AT_MOST_ONE:
-            fail(f"{flag}: it must be at most 1")
-        if value >= 1 and name in BELOW_ONE:
-            fail(f"{flag}: it must be below 1")
-        if value >= 2**32 and name == "seed":
-            fail(f"{flag}: it must be below 2^32")
-        if name in ("num_envs", "batch_size") and value % jax.device_count():
-            fail(f"{flag}: it must be a multiple of the {jax.device_count()} devices")
+def check_numbers(args, may_be_zero):
+    rules = {"seed must be below 2^32": args.seed < 2**32, "run_dir must not be empty": args.run_dir}
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            zero = name in may_be_zero
+            rules[f"{name} must be {'at least' if zero else 'above'} 0"] = value > 0 or (zero and value == 0)
+            rules[f"{name} must be finite"] = value < math.inf
+        if name in ("num_envs", "batch_size"):
+            rules[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
+    require(args, rules)
 
 
-def check_args(args):
-    check_numbers(args)
-    if args.batch_size < 2:
-        fail(f"--batch-size {args.batch_size}: it must be at least 2")
-    if args.gradient_steps < 1:
-        sizes = f"--multiplier {args.multiplier} and --batch-size {args.batch_size}"
-        fail(f"{sizes}: they leave no gradient step for an iteration")
-    if args.multiplier > 1000:
-        fail(f"--multiplier {args.multiplier}: it must be at most 1000")
-    if not 2 <= max(args.unroll_length, args.learning_starts) < args.replay_size:
-        fail(f"--replay-size {args.replay_size}: it must be above --unroll-length and --learning-starts")
+def check_args(args, env):
+    may_be_zero = "seed checkpoint_minutes intrinsic_coef task_reward_coef".split()
+    check_numbers(args, may_be_zero)
+    rows = max(args.unroll_length, args.learning_starts)
+    require(args, {
+        "gamma must be at most 1": args.gamma <= 1,
+        "target_rate must be at most 1": args.target_rate <= 1,
+        "batch_size must be at least 2": args.batch_size >= 2,
+        "multiplier must be at most 1000": args.multiplier <= 1000,
+        "multiplier must leave a gradient step for an iteration": args.gradient_steps >= 1,
+        "replay_size must be above unroll_length and learning_starts": 2 <= rows < args.replay_size,
+        "goal_cell must be a free cell of the maze": args.goal_cell is None or list(args.goal_cell) in env.free_cells,
+        "task_reward_coef must be 0 where there is no maze": args.task_reward_coef == 0 or env.free_cells,
+    })  # fmt: skip
 
 
 def finish(env, folder, row):
     """The last lines of a run, and what main returns."""
-    pictures = sorted(path.name for path in folder.glob("*") if path.suffix in (".png", ".html"))
-    print(f"coverage {row['coverage']:,.0f}{of_bins(env)} bins after {row['steps']:,} steps in {clock(row['seconds'])}")
-    print(f"pictures {', '.join(pictures)}")
+    spent = tqdm.format_interval(row["seconds"])
+    print(f"coverage {row['coverage']:,.0f}{of_bins(env)} bins after {row['steps']:,} steps in {spent}")
+    print(f"pictures {', '.join(sorted(path.name for path in folder.glob('*.png')))}")
     print(f"folder   {folder}")
+    print(f"play     python evaluate.py {folder}")
     return row | {"folder": str(folder)}
 
 
 def main(args):
-    """A loop around train_iteration. Returns the last row of metrics, with the run's folder."""
-    if args.distributed:
-        join_processes()
-    check_args(args)
+    """Collect and learn in turn. Returns the last row of metrics, with the run's folder."""
+    start_jax(args)
     env = make_env(args.env)
+    check_args(args, env)
     init = functools.partial(init_state, args, env)
-    template = jax.eval_shape(init)
-    buffers = f"replay buffer {nbytes(template.replay) / 1e6:,.0f} MB"
-    folder, state, seconds = start_run(args, init, template, buffers)
-    frames = collections.deque(maxlen=math.ceil(args.episode_length / args.unroll_length))
-    iterate = compile_iteration(args, env, state)
-    for state, row, frame in iterations(args, folder, state, seconds, iterate):
-        frames.append(jax.device_get(frame))
-        if row["iteration"] in picture_iterations(args):
-            save_coverage(args, env, folder, state.coverage, row["steps"], frames)
+    buffers = f"replay buffer {nbytes(jax.eval_shape(init).replay) / 1e6:,.0f} MB"
+    folder, state = start_run(args, init, buffers)
+    compiled_collect, collect_names = compile_stage(collect, args, env, state)
+    compiled_learn, learn_names = compile_stage(learn, args, env, state)
+    with Run(args, folder, state, [*collect_names, *learn_names]) as run:
+        for iteration in range(run.iteration + 1, args.num_iterations + 1):
+            state, metrics = compiled_collect(state)
+            if iteration >= args.first_update:
+                state, learn_metrics = compiled_learn(state)
+                metrics |= learn_metrics
+            row = run.log(metrics)
+            if iteration in picture_iterations(args):
+                save_coverage(args, env, folder, state.coverage, row["steps"])
+            run.save(state)
     return finish(env, folder, row)
 
 

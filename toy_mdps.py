@@ -7,11 +7,11 @@ With p(s_f | s, a), the distribution of a future at a truncated geometric distan
     C-TeC:  r(s, a) = E_{s_f | s, a}[log p(s_f) - log p(s_f | s, a)] = -KL(p(s_f | s, a) || p(s_f))
     ETD:    r_t = min_{k < t} log p(s_t | s_t) - log p(s_t | s_k)
 
-Three studies: two of the paper's appendix, and one that it does not have, on when agents gather in one place.
+Three studies: two of the paper's appendix, and one that it does not have, on when agents collapse to one region.
 
     branches    a root with a fast left and a sticky right branch: which one does each reward choose, and why
     tree        a tree whose moves at depth 1 mostly fail: does the agent stay near the root, or go down
-    gathering   policy -> buffer -> reward -> policy on a small grid: when do agents gather, when do they spread
+    gathering   policy -> buffer -> reward -> policy on a small grid: when do agents collapse, when do they spread
 
 One iteration:
 
@@ -96,7 +96,7 @@ class Mdp:
         return self.transition.shape[1]
 
 
-# A policy is an array (T, S, A): what is best may depend on the steps that are left.
+# A policy is an array (T, S, A): what is best may depend on the steps that remain.
 
 
 def state_distribution(mdp, policy):
@@ -438,7 +438,7 @@ SETTINGS = [
 
 
 def first_policy(args, mdp, first):
-    """Even, or leaning up and to the left; changed by chance by 1%, so that no symmetry holds the agents."""
+    """Even, or leaning up and to the left; perturbed by 1%, so that no symmetry holds the agents."""
     weight = np.ones(mdp.num_actions)
     if first == "to the corner":
         weight[:4] = (9, 1, 9, 1)
@@ -582,9 +582,6 @@ def make_world(args, world):
 
 
 # -------------------------------------------------------------------------------------------------- run folder
-METRICS = "study case method round metric value".split()  # the columns of metrics.csv
-
-
 def record(rows, study, case, method, metric, value, round=""):
     rows.append(dict(study=study, case=case, method=method, round=round, metric=metric, value=f"{value:.6g}"))
 
@@ -592,14 +589,6 @@ def record(rows, study, case, method, metric, value, round=""):
 def fail(message, code=2):
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(code)
-
-
-def clock(seconds):
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:,.1f} h"
 
 
 def write_atomically(path, write):
@@ -620,7 +609,7 @@ def write_atomically(path, write):
 
 def write_metrics(path, rows):
     text = io.StringIO()
-    writer = csv.DictWriter(text, METRICS, lineterminator="\n")
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     write_atomically(path, lambda file: file.write(text.getvalue().encode()))
@@ -789,43 +778,34 @@ def parse_args(argv=None):
     return tyro.cli(Args, args=argv, description=__doc__)
 
 
-MAY_BE_ZERO = ("seed", "checkpoint_minutes", "logsumexp_penalty", "noise", "forward_coef", "entropy_coef", "value_coef",
-               "task_reward_coef", "intrinsic_coef", "random_iterations", "video_steps", "reward_momentum",
-               "gae_lambda", "slip", "epsilon", "first_offset")  # fmt: skip
-AT_MOST_ONE = ("gamma", "target_rate", "gae_lambda", "forward_weight")
-BELOW_ONE = ("gamma_cl", "reward_momentum")
+def require(args, rules):
+    """One line and exit code 2 if a rule does not hold. rules: {"field must ...": whether it does}."""
+    for rule, holds in rules.items():
+        if not holds:
+            name, words = rule.split(" ", 1)
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
 
 
-def check_numbers(args):
-    """One line and exit code 2 for out-of-range arguments."""
-    if not args.run_dir:
-        fail("--run-dir: it must not be empty")
-    for name, value in dataclasses.asdict(args).items():
-        if type(value) not in (int, float):
-            continue
-        flag = f"--{name.replace('_', '-')} {value}"
-        if not math.isfinite(value):
-            fail(f"{flag}: it must be a finite number")
-        if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
-            fail(f"{flag}: it must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
-        if value > 1 and name in AT_MOST_ONE:
-            fail(f"{flag}: it must be at most 1")
-        if value >= 1 and name in BELOW_ONE:
-            fail(f"{flag}: it must be below 1")
-        if value >= 2**32 and name == "seed":
-            fail(f"{flag}: it must be below 2^32")
-        if name in ("num_envs", "batch_size") and value % jax.device_count():
-            fail(f"{flag}: it must be a multiple of the {jax.device_count()} devices")
+def check_numbers(args, may_be_zero):
+    rules = {"seed must be below 2^32": args.seed < 2**32, "run_dir must not be empty": args.run_dir}
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            zero = name in may_be_zero
+            rules[f"{name} must be {'at least' if zero else 'above'} 0"] = value > 0 or (zero and value == 0)
+            rules[f"{name} must be finite"] = value < math.inf
+        if name in ("num_envs", "batch_size"):
+            rules[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
+    require(args, rules)
 
 
-def check_toy_args(args):
-    """What check_numbers does not know: numbers that do not fit this script."""
-    for name in ("epsilon", "step_size", "slip"):
-        value = getattr(args, name)
-        if value > 1:
-            fail(f"--{name.replace('_', '-')} {value}: it must be at most 1")
-    if args.world_size < 2:
-        fail(f"--world-size {args.world_size}: it must be at least 2")
+def check_args(args):
+    check_numbers(args, ["seed", "epsilon", "slip"])
+    require(args, {
+        "epsilon must be at most 1": args.epsilon <= 1,
+        "step_size must be at most 1": args.step_size <= 1,
+        "slip must be at most 1": args.slip <= 1,
+        "world_size must be at least 2": args.world_size >= 2,
+    })  # fmt: skip
 
 
 STUDIES = {"branches": study_branches, "tree": study_tree, "gathering": study_gathering}
@@ -833,8 +813,7 @@ STUDIES = {"branches": study_branches, "tree": study_tree, "gathering": study_ga
 
 def main(args):
     """Returns the rows of metrics.csv and the run's folder."""
-    check_numbers(args)
-    check_toy_args(args)
+    check_args(args)
     began = time.time()
     folder = make_folder(args)
     print(f"{Path(__file__).stem}, {args.study}, seed {args.seed}, into {folder}", flush=True)
@@ -843,7 +822,7 @@ def main(args):
         if args.study in ("all", name):
             study(args, folder, rows)
             write_metrics(folder / "metrics.csv", rows)
-    print(f"\ndone in {clock(time.time() - began)}")
+    print(f"\ndone in {time.time() - began:.0f} s")
     print(f"pictures {', '.join(sorted(path.name for path in folder.glob('*.png')))}")
     print(f"folder   {folder}")
     return {"rows": rows, "folder": str(folder)}

@@ -4,9 +4,9 @@
     python benchmarks/paper_scale.py "ctec_sac_brax --env humanoid_u_maze" "apt_sac_brax --batch-size 2048"
     python benchmarks/paper_scale.py --run "ctec_ppo_rnn_craftax --num-envs 256"   # one real iteration, and its memory
 
-train_iteration is compiled for the script's defaults, for shapes and without data. Temporaries are those of the backend
-that compiles: a GPU's differ. Products and loop steps are counted in the program as it is traced for a GPU, before any
-compiler; of two branches the larger one counts.
+The stages of an iteration are compiled as one program for the script's defaults, for shapes and without data.
+Temporaries are those of the backend that compiles: a GPU's differ. Products and loop steps are counted in the program
+as it is traced for a GPU, before any compiler; of two branches the larger one counts.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from unittest import mock
 import jax
 import tyro
 from jax.extend import core
+from stages import whole_iteration
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -127,7 +128,8 @@ def prepare(configuration):
 def count_for_gpu(script, args, env, state):
     """The work of an iteration as it is traced on a GPU, where some loops are unrolled."""
     with mock.patch.object(jax, "default_backend", return_value="gpu"):
-        return count(jax.make_jaxpr(lambda state: script.train_iteration.__wrapped__(args, env, state))(state).jaxpr)
+        jax.clear_caches()  # the stages may have been traced for this machine
+        return count(jax.make_jaxpr(whole_iteration(script, args, env))(state).jaxpr)
 
 
 def nbytes(tree):
@@ -139,7 +141,8 @@ def measure(configuration):
     script, args, env, state = prepare(configuration)
     work = count_for_gpu(script, args, env, state)
     began = time.time()
-    compiled = script.train_iteration.lower(args, env, state).compile()
+    jax.clear_caches()
+    compiled = whole_iteration(script, args, env).lower(state).compile()
     seconds = time.time() - began
     memory = compiled.memory_analysis()
     gigabytes = lambda size: f"{size / 1e9:.2f}"
@@ -165,7 +168,7 @@ def run_one_iteration(configuration):
     early = {"learning_starts": 2, "random_iterations": 0}
     args = dataclasses.replace(args, **{name: x for name, x in early.items() if hasattr(args, name)})
     state = jax.block_until_ready(script.init_state(args, env))
-    iterate = script.train_iteration.lower(args, env, state).compile()
+    iterate = whole_iteration(script, args, env).lower(state).compile()
     largest = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     before = largest()
     began = time.time()

@@ -140,6 +140,12 @@ def interval(samples):
     return np.percentile(samples, [2.5, 97.5], axis=-1)
 
 
+def probability_of_improvement(ours, theirs):
+    """How often a run of ours is above one of theirs, over all pairs; a tie counts half (Agarwal et al. 2021)."""
+    gap = ours[:, None] - theirs
+    return np.mean((gap > 0) + 0.5 * (gap == 0))
+
+
 def summary(values):
     """(centre, low, high) of values (..., runs): interquartile mean and 95% interval with five runs or more, else mean
     and standard error."""
@@ -168,21 +174,37 @@ def mean_and_error(write, values):
     return f"{write(np.mean(values))}{error}" if len(values) else ""
 
 
+def table_at_steps(study, rows, env):
+    """Markdown lines: a row for each method, a column for each of the study's at_steps."""
+    words, form = METRICS[study.metric]
+    header = [f"{words}, `{env}`", *(f"{at / 1e6:g}M steps" for at in study.at_steps)]
+    text = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for method in study.methods:
+        found = curves(rows, env, method.label, study.metric)
+        cells = [list(values_at(found, at).values()) for at in study.at_steps]
+        if method.env == env and any(cells):
+            text.append(f"| {method.label} | " + " | ".join(mean_and_error(form.format, x) for x in cells) + " |")
+    return text if len(text) > 2 else []
+
+
 def table(study, rows, env):
     """Markdown lines: each method's final values in one environment."""
+    if study.at_steps:
+        return table_at_steps(study, rows, env)
     words, form = METRICS[study.metric]
     write = form.format
     lines = list(entries(study, rows, env))
     if not lines:
         return []
     seeds = sorted({seed for _, _, values in lines for seed in values})
-    compare = study.metric != "steps_per_second" and not study.at_steps and len(lines) > 1
+    compare = study.metric != "steps_per_second" and len(lines) > 1
     first = np.array(list(lines[0][2].values()))
     intervals = max(len(values) for _, _, values in lines) >= 5
     header = [f"{words}, `{env}`", f"seeds {' '.join(map(str, seeds))}", "mean ± standard error"]
     header += ["IQM [95% interval]"] if intervals else []
     if compare:
         header += [f"minus {lines[0][0]}" + (" [95% interval]" if intervals else " ± standard error")]
+        header += [f"P({lines[0][0]} above)"] if intervals else []
     speeds = {label: values_at(curves(rows, env, method.label, "steps_per_second")) for label, method, _ in lines}
     with_speed = study.metric != "steps_per_second" and any(speeds.values())
     with_early = study.early and has_curves(study, rows)
@@ -199,7 +221,9 @@ def table(study, rows, env):
             enough = len(values) >= 5
             cells += [f"{write(interquartile_mean(values))} [{write(low)}, {write(high)}]" if enough else ""]
         if compare:
-            cells += ["" if label == lines[0][0] else difference(write, values, first)]
+            is_first = label == lines[0][0]
+            cells += ["" if is_first else difference(write, values, first)]
+            cells += ["" if is_first else f"{probability_of_improvement(first, values):.2f}"] if intervals else []
         if with_early:
             found = curves(rows, env, method.label, study.metric)
             for by_seed in (values_at(found, study.early), means_over_run(found)):

@@ -6,7 +6,6 @@
     python benchmarks/reproduce.py race --plot                 # tables and pictures from results/race.csv alone
     python benchmarks/reproduce.py race --methods C-TeC RND --seeds 11 12
     python benchmarks/reproduce.py paper_ant --launcher slurm  # the same runs as a job array, by submitit
-    python benchmarks/reproduce.py no-bonus mbrl_sac_brax --env point_hardest_maze   # a SAC script whose reward is 0
 
 A study is an entry of STUDIES in studies.py. A run is a child process of a script, in runs/<script>__<env>__<flags'
 hash>__seed<k>/, so that two studies share a run that both need. That folder has the script's own folder, its output
@@ -144,8 +143,6 @@ class Run:
             flags = ["--resume", relative(checkpoint)]
         else:
             flags += ["--run-dir", relative(self.folder)]
-        if self.method.kind == "no_bonus":
-            return ["benchmarks/reproduce.py", "no-bonus", self.method.script, *flags]
         if self.method.kind in ("inputs", "remedies"):
             return [f"experiments/{self.method.kind}.py", *self.method.inputs.split(), *flags]
         return [f"{self.method.script}.py", *flags]
@@ -193,24 +190,6 @@ def select_runs(args, study):
     methods = [method for method in study.methods if not args.methods or method.label in args.methods]
     seeds = args.seeds or study.seeds
     return [Run(method, seed, args.run_dir.resolve()) for seed in seeds for method in methods]
-
-
-def train_without_bonus(script, *flags):
-    """A SAC script whose agent is rewarded with 0: nothing but the entropy is left to explore by."""
-    import jax.numpy as jnp
-
-    sys.path.insert(0, str(ROOT))
-    script = importlib.import_module(Path(script).stem)
-    update_sac = script.update_sac
-
-    def update_without_bonus(args, env, agent, batch, reward, key):
-        return update_sac(args, env, agent, batch, jnp.zeros_like(reward), key)
-
-    script.update_sac = update_without_bonus
-    args = script.parse_args(flags)
-    if not args.resume:
-        args = dataclasses.replace(args, run_dir=str(Path(args.run_dir) / "no_bonus"))
-    return script.main(args)
 
 
 # ----------------------------------------------------------------------------------- running them on this machine
@@ -699,9 +678,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["no-bonus"]:
-        if len(sys.argv) < 3:
-            fail("usage: python benchmarks/reproduce.py no-bonus SCRIPT [flags of the SAC script]")
-        train_without_bonus(*sys.argv[2:])
-    else:
-        sys.exit(main(tyro.cli(Args, description=__doc__)))
+    sys.exit(main(tyro.cli(Args, description=__doc__)))

@@ -7,7 +7,6 @@
     ... python benchmarks/speed.py etd_ppo --env point_hardest_maze --preset laptop
 """
 
-import dataclasses
 import importlib
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from stages import iterate
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -33,20 +33,23 @@ def fastest(function, *inputs, repeats=3):
 def time_iterations(script, args, env):
     """The state, and the seconds of a training iteration that learns."""
     state = script.init_state(args, env)
-    start = time.time()
-    iterate = script.train_iteration.lower(args, env, state).compile()
-    print(f"train_iteration     compiled in {time.time() - start:.0f} s")
-    for _ in range(args.first_update):
-        state = iterate(state)[0]
+    for _ in range(args.first_update):  # fills the replay
+        state = script.collect(args, env, state)[0]
     times = []
-    for _ in range(3):
+    for _ in range(4):
         jax.block_until_ready(state)
         start = time.time()
-        state = jax.block_until_ready(iterate(state)[0])
+        state = jax.block_until_ready(iterate(script, args, env, state)[0])
         times.append(time.time() - start)
+    print(f"the first iteration took {times[0]:.0f} s, compiling included")
     seconds = min(times[1:])
     print(f"training            {args.steps_per_iteration / seconds:12,.0f} steps/s   ({seconds:.3f} s an iteration)")
     return state, seconds
+
+
+def time_collect(script, args, env, state):
+    """Seconds of the stage that collects; the state stays."""
+    return fastest(jax.jit(lambda state: script.collect(args, env, state)), state)
 
 
 def time_environment(script, args, env, steps):
@@ -71,7 +74,6 @@ def print_parts(parts):
 
 def sac(script, args, env):
     """Environment and policy, sampling, the bonus's model, SAC."""
-    script.check_args(args)
     key = jax.random.PRNGKey(0)
     print(f"{args.gradient_steps} gradient steps of batch {args.batch_size} for {args.steps_per_iteration:,} env steps")
     time_environment(script, args, env, args.unroll_length)
@@ -79,7 +81,6 @@ def sac(script, args, env):
     stored = sum(x.nbytes for x in jax.tree.leaves(state.replay)) / (args.replay_size * args.num_envs)
     limit = 4 * (env.state_size + env.action_size + 3)
     print(f"replay              {stored:12.1f} bytes for each stored step (4 * (state + action + 3) = {limit})")
-    collect = jax.jit(script.collect, static_argnums=(0, 1))
     keys = jax.random.split(key, args.gradient_steps)
     has_futures = hasattr(script, "sample_futures")  # C-TeC
     index = script.index_trajectories if has_futures else lambda replay: replay
@@ -100,7 +101,7 @@ def sac(script, args, env):
         step = lambda agent, key: (script.update_sac(args, env, agent, batch, reward, key)[0], None)
         return jax.lax.scan(step, agent, keys)[0]
 
-    parts = {"env and policy": fastest(collect, args, env, state, key), "sampling": fastest(sample_all, state.replay)}
+    parts = {"env and policy": time_collect(script, args, env, state), "sampling": fastest(sample_all, state.replay)}
     parts["SAC"] = fastest(sac_all, state.agent, script.sample_batch(key, args, state.replay))
     parts["bonus"] = max(iteration - sum(parts.values()), 0.0)
     print_parts(parts)
@@ -119,18 +120,11 @@ def sac(script, args, env):
 
 def craftax(script, args, env):
     """Game and policy, PPO (an update without the bonus), and the bonus: its reward and its model."""
-    script.check_ppo_args(args)
-    if hasattr(script, "check_encoder_args"):
-        script.check_encoder_args(args)
     state, iteration = time_iterations(script, args, env)
-    collect = jax.jit(script.collect, static_argnums=(0, 1))
-    update = jax.jit(script.update, static_argnums=0)
-    key = jax.random.PRNGKey(0)
-    hidden = state.players.hidden
-    after, rollout = collect(args, env, state, key)
-    plain = dataclasses.replace(args, intrinsic_coef=0.0, task_reward_coef=1.0)
-    parts = {"game and policy": fastest(collect, args, env, state, key)}
-    parts["PPO"] = fastest(update, plain, after, hidden, rollout, key)
+    after, (hidden, rollout), _ = jax.jit(lambda state: script.collect(args, env, state))(state)
+    learn_policy = jax.jit(lambda *inputs: script.learn_policy(args, env, *inputs))
+    parts = {"game and policy": time_collect(script, args, env, state)}
+    parts["PPO"] = fastest(learn_policy, after, hidden, rollout, rollout.reward)
     parts["bonus"] = max(iteration - sum(parts.values()), 0.0)
     print_parts(parts)
     ratio = parts["bonus"] / (parts["game and policy"] + parts["PPO"])
@@ -139,25 +133,21 @@ def craftax(script, args, env):
 
 def etd(script, args, env):
     """Environment and policy, the reward, the gradient steps."""
-    script.check_etd_args(args)
     gradient_steps = args.update_epochs * (args.steps_per_iteration // args.batch_size)
     print(f"{gradient_steps} gradient steps of batch {args.batch_size} for {args.steps_per_iteration:,} env steps")
     state, iteration = time_iterations(script, args, env)
-    collect = jax.jit(script.collect, static_argnums=(0, 1))
     key = jax.random.PRNGKey(0)
-    after, rollout, *_ = collect(args, env, state, key)
-    states = jnp.concatenate([rollout.obs, after.env.obs[None]])
+    after, rollout, _ = jax.jit(lambda state: script.collect(args, env, state))(state)
     action = script.action_distribution(env).vector(rollout.action)
-    reward = jax.jit(lambda state: script.intrinsic_reward(state.model.params, args, key, states, action, rollout.done,
-                                                           state.memory))  # fmt: skip
-    parts = {"env and policy": fastest(collect, args, env, state, key), "reward": fastest(reward, after)}
+    bonus = script.intrinsic_reward
+    reward = jax.jit(lambda state: bonus(state.model.params, args, key, rollout, action, state.memory))
+    parts = {"env and policy": time_collect(script, args, env, state), "reward": fastest(reward, after)}
     parts["gradient steps"] = max(iteration - sum(parts.values()), 0.0)
     print_parts(parts)
 
 
 def noisy_tv(script, args, env):
     """The environment alone (random actions, visits counted, no resets), and training."""
-    script.check_tv_args(args)
     shape = (args.num_steps, args.num_envs)
 
     @jax.jit
@@ -172,7 +162,7 @@ def noisy_tv(script, args, env):
             return script.Walkers(cell, obs, now.episode_step), (cell, jnp.sum(obs))  # so that every view is computed
 
         walkers, (cells, sums) = jax.lax.scan(step, state.walkers, (actions, env.draw_colours(key_tv, shape)))
-        return walkers, sums, script.count_visits(state.visits, cells)
+        return walkers, sums, state.visits.at[cells.ravel()].add(1)
 
     seconds = fastest(unroll, script.init_state(args, env), jax.random.PRNGKey(0), repeats=20)
     print(f"environment only    {args.steps_per_iteration / seconds:12,.0f} steps/s")
@@ -180,7 +170,6 @@ def noisy_tv(script, args, env):
 
 
 def random_play(script, args, env):
-    script.check_numbers(args)
     time_iterations(script, args, env)
 
 

@@ -13,9 +13,9 @@ class Method:
     flags: str
     hours: float
     """expected hours of one run, on a core or a GPU"""
-    kind: Literal["train", "no_bonus", "inputs", "remedies", "speed"] = "train"
-    """train: the script itself. no_bonus: its agent is rewarded with 0. inputs: experiments/inputs.py changes what the
-    encoders see. remedies: experiments/remedies.py changes the method. speed: benchmarks/speed.py measures it"""
+    kind: Literal["train", "inputs", "remedies", "speed"] = "train"
+    """train: the script itself. inputs: experiments/inputs.py changes what the encoders see. remedies:
+    experiments/remedies.py changes the method. speed: benchmarks/speed.py measures it"""
     inputs: str = ""
     """flags of experiments/inputs.py or experiments/remedies.py"""
     family: str = ""
@@ -86,6 +86,7 @@ ANT_RANDOM = "--env ant_hardest_maze --num-envs 256 --total-timesteps 30000000"
 FROM_280 = "--remedy value --first-value 280"
 DISTANCE = "--remedy distance"
 ANT_CTEC = f"{ANT_RANDOM} --batch-size 256 --encoder-width 256 --multiplier 0.25 --replay-size 10000"
+HUMANOID = "--env humanoid_u_maze --unroll-length 124 --total-timesteps 30000000"
 TINY = """--env point_u_maze --num-envs 8 --unroll-length 16 --episode-length 33 --replay-size 64 --learning-starts 32
     --batch-size 32 --multiplier 0.5 --agent-width 16 --total-timesteps 1536"""
 ROBOTS = ("ant_hardest_maze", "humanoid_u_maze", "arm_binpick_hard")
@@ -107,7 +108,7 @@ def race(env, seeds, without=()):
         Method("ICM", "icm_sac_brax", flags, 0.03),
         Method("RND", "rnd_sac_brax", flags, 0.015),
         Method("forward model", "mbrl_sac_brax", flags, 0.012),
-        Method("no bonus", "mbrl_sac_brax", flags, 0.012, kind="no_bonus"),
+        Method("no bonus", "mbrl_sac_brax", f"{flags} --intrinsic-coef 0", 0.012),
         Method("random", "random_brax", flags, 0.003),
     )
     note = (
@@ -229,6 +230,18 @@ STUDIES = {
         pictures=("curves", "diagnostics"),
         at_steps=tuple(m * 1_000_000 for m in (1, 3, 5, 10, 15, 20, 30)),
         paper=((30_000_000, 1119, 304), (50_000_000, 1916, 430)),
+        note="The part of 30M steps that is done; one seed is one seed.",
+    ),
+    "humanoid": Study(
+        "The long run: humanoid_u_maze at the authors' sizes, on one core",
+        (
+            Method("C-TeC", "ctec_sac_brax", f"{HUMANOID} --encoder-width 256", 4),
+            Method("random", "random_brax", HUMANOID, 1.2),
+        ),
+        seeds=(11,),
+        pictures=("curves", "diagnostics"),
+        at_steps=tuple(m * 1_000_000 for m in (1, 2, 4, 6, 8, 10, 12, 15, 20, 30)),
+        paper=((30_000_000, 102, 11),),
         note="The part of 30M steps that is done; one seed is one seed.",
     ),
     "race_craftax": Study(

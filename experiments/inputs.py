@@ -1,4 +1,4 @@
-"""C-TeC whose encoders see the positions from another origin, or standardised; and what its reward goes with.
+"""C-TeC whose encoders see the positions from another origin, or standardised; and what its reward correlates with.
 
     python experiments/inputs.py --origin middle --env point_hardest_maze --preset laptop --seed 1
     python experiments/inputs.py --standardize --env point_hardest_maze --preset laptop --seed 1
@@ -28,7 +28,7 @@ import ctec_sac_brax as ctec  # noqa: E402
 MOMENTS = 20
 COLUMNS = ("steps", "origin", "start", "visits", "visits_of_future")  # of correlations.csv
 sample_futures = ctec.sample_futures
-compile_iteration = ctec.compile_iteration
+compile_stage = ctec.compile_stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def sample_changed_futures(inputs, key, args, env, replay, batch):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def sample_rewards(args, env, state):
-    """Of 2^14 or more transitions: s, reward, weight, and the visits in the replay to the bins of s and of s_f."""
+    """Of 2^14 or more transitions: s, reward, mask, and the visits in the replay to the bins of s and of s_f."""
     replay = ctec.index_trajectories(state.replay)
     stored = jnp.arange(len(replay.obs))[:, None] < replay.time
     visits = jnp.zeros(env.grid_shape, jnp.int32).ravel().at[bin_of(env, replay.obs)].add(stored)
@@ -82,7 +82,7 @@ def sample_rewards(args, env, state):
         future = sample_futures(key_future, args, env, replay, batch).positive
         reward = ctec.intrinsic_reward(state.model.params, args, pairs)
         counts = [visits[bin_of(env, x)] for x in (batch.obs, future)]
-        return batch.obs, reward, pairs.weight, *counts
+        return batch.obs, reward, pairs.mask, *counts
 
     keys = jax.random.split(state.key, math.ceil(2**14 / args.batch_size))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(sample, keys))
@@ -90,22 +90,25 @@ def sample_rewards(args, env, state):
 
 def correlations(inputs, args, env, state):
     """{column: rank correlation with the reward}"""
-    obs, reward, weight, visits, visits_of_future = (np.asarray(x) for x in sample_rewards(args, env, state))
+    obs, reward, mask, visits, visits_of_future = (np.asarray(x) for x in sample_rewards(args, env, state))
     distance = lambda place: np.linalg.norm(obs[:, :2] - place, axis=1)
     others = (distance(origin_of(inputs, env)), distance(env.start), visits, visits_of_future)
-    known = weight > 0
-    return {name: spearmanr(reward[known], other[known])[0] for name, other in zip(COLUMNS[1:], others)}
+    valid = mask > 0
+    return {name: spearmanr(reward[valid], other[valid])[0] for name, other in zip(COLUMNS[1:], others)}
 
 
-def compile_with_correlations(inputs, args, env, state):
-    iterate = compile_iteration(args, env, state)
+def compile_with_correlations(inputs, stage, args, env, state):
+    """As compile_stage; learn also writes the correlations."""
+    compiled, names = compile_stage(stage, args, env, state)
+    if stage is not ctec.learn:
+        return compiled, names
     path = Path(args.run_dir) / "correlations.csv"
     every = math.ceil(args.num_iterations / MOMENTS)
 
-    def iterate_and_log(state):
-        state, metrics, frames = iterate(state)
+    def learn_and_log(state):
+        state, metrics = compiled(state)
         iteration = int(state.iteration)
-        if iteration >= args.first_update and (iteration % every == 0 or iteration == args.num_iterations):
+        if iteration % every == 0 or iteration == args.num_iterations:
             row = {"steps": iteration * args.steps_per_iteration} | correlations(inputs, args, env, state)
             new = not path.exists()
             with open(path, "a", newline="") as file:
@@ -113,9 +116,9 @@ def compile_with_correlations(inputs, args, env, state):
                 if new:
                     writer.writeheader()
                 writer.writerow(row)
-        return state, metrics, frames
+        return state, metrics
 
-    return iterate_and_log
+    return learn_and_log, names
 
 
 def parse_args(argv):
@@ -127,7 +130,7 @@ def main(inputs, args):
     if not args.env.startswith("point") or args.future_state != "full":
         ctec.fail("experiments/inputs.py: for point mazes and --future-state full")
     ctec.sample_futures = functools.partial(sample_changed_futures, inputs)
-    ctec.compile_iteration = functools.partial(compile_with_correlations, inputs)
+    ctec.compile_stage = functools.partial(compile_with_correlations, inputs)
     return ctec.main(args)
 
 

@@ -1,4 +1,4 @@
-"""What C-TeC's reward goes with, in the replay of a run that is over or stopped.
+"""What C-TeC's reward correlates with, in the replay of a run that is over or stopped.
 
     python experiments/probe.py runs/<folder>
 
@@ -26,7 +26,7 @@ EDGES = (0, 1, 2, 3, 4, 6, 8, 12, math.inf)  # metres from the start
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def sample_rewards(args, env, state):
-    """Of 2^14 or more transitions: reward, metres from the start to s and from s to s_f, steps to s_f, weight."""
+    """Of 2^14 or more transitions: reward, metres from the start to s and from s to s_f, steps to s_f, mask."""
     replay = ctec.index_trajectories(state.replay)
     oldest = replay.time - len(replay.obs)
 
@@ -34,11 +34,11 @@ def sample_rewards(args, env, state):
         key_batch, key_future = jax.random.split(key)
         batch = ctec.sample_batch(key_batch, args, replay)
         pairs = ctec.sample_futures(key_future, args, env, replay, batch)
-        left = replay.ends[batch.time - oldest, batch.env] - batch.time
-        offset = ctec.truncated_geometric(key_future, left, args.gamma_cl)  # as in sample_futures
+        remaining = replay.ends[batch.time - oldest, batch.env] - batch.time
+        offset = ctec.truncated_geometric(key_future, remaining, args.gamma_cl)  # as in sample_futures
         reward = ctec.intrinsic_reward(state.model.params, args, pairs)
         metres = lambda a, b: jnp.linalg.norm(a[..., :2] - b[..., :2], axis=-1)
-        return reward, metres(batch.obs, env.start), metres(pairs.positive, batch.obs), offset, pairs.weight
+        return reward, metres(batch.obs, env.start), metres(pairs.positive, batch.obs), offset, pairs.mask
 
     keys = jax.random.split(state.key, math.ceil(2**14 / args.batch_size))
     return tuple(x.ravel() for x in jax.lax.map(sample, keys))
@@ -46,8 +46,8 @@ def sample_rewards(args, env, state):
 
 def report(args, env, state):
     """The lines that are printed."""
-    *columns, weight = (np.asarray(x) for x in sample_rewards(args, env, state))
-    reward, distance, way, offset = (x[weight > 0] for x in columns)
+    *columns, mask = (np.asarray(x) for x in sample_rewards(args, env, state))
+    reward, distance, way, offset = (x[mask > 0] for x in columns)
     lines = ["| metres from the start | share of the replay | reward |", "|---|---|---|"]
     for low, high in zip(EDGES, EDGES[1:]):
         here = reward[(low <= distance) & (distance < high)]

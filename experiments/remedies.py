@@ -1,4 +1,4 @@
-"""C-TeC with one of six changes: four that may keep its agents from gathering in one place, a head start for the
+"""C-TeC with one of six changes: four that may keep its agents from collapsing to one region, a head start for the
 critics, and a reward that tells what SAC can do when it need not be curious.
 
     python experiments/remedies.py --remedy history --env point_hardest_maze --preset laptop --learning-rate 1e-3
@@ -84,13 +84,13 @@ def loss_with_negatives(params, args, batch):
         positive = positive / tau
         negative = negative / tau
     lse = jax.nn.logsumexp(jnp.concatenate([positive[:, None], negative], axis=1), axis=1)
-    loss = ctec.weighted_mean(lse - positive + args.logsumexp_penalty * lse**2, batch.weight)
+    loss = ctec.masked_mean(lse - positive + args.logsumexp_penalty * lse**2, batch.mask)
     metrics = {
         "contrastive_loss": loss,
-        "accuracy": ctec.weighted_mean(positive > jnp.max(negative, axis=1), batch.weight),
-        "logits_positive": ctec.weighted_mean(positive, batch.weight),
+        "accuracy": ctec.masked_mean(positive > jnp.max(negative, axis=1), batch.mask),
+        "logits_positive": ctec.masked_mean(positive, batch.mask),
         "logits_negative": jnp.mean(negative),
-        "logsumexp": ctec.weighted_mean(lse, batch.weight),
+        "logsumexp": ctec.masked_mean(lse, batch.mask),
         "tau": tau,
         "phi_variance": jnp.mean(jnp.var(phi, axis=0)),
         "psi_variance": jnp.mean(jnp.var(psi, axis=0)),
@@ -116,9 +116,9 @@ def update_with_fewer_encoder_steps(args, env, replay, agent, model, key):
 
 def deviation_of_reward(params, args, batch):
     reward = intrinsic_reward(params, args, batch)
-    mean = ctec.weighted_mean(reward, batch.weight)
-    std = jnp.sqrt(ctec.weighted_mean((reward - mean) ** 2, batch.weight))
-    return batch.weight * (reward - mean) / (std + 1e-8)
+    mean = ctec.masked_mean(reward, batch.mask)
+    std = jnp.sqrt(ctec.masked_mean((reward - mean) ** 2, batch.mask))
+    return batch.mask * (reward - mean) / (std + 1e-8)
 
 
 def sample_scheduled_futures(key, args, env, replay, batch):
@@ -126,11 +126,11 @@ def sample_scheduled_futures(key, args, env, replay, batch):
     done = replay.time / (args.num_iterations * args.unroll_length)
     gamma = 0.9 + (args.gamma_cl - 0.9) * done
     oldest = replay.time - len(replay.obs)
-    left = replay.ends[batch.time - oldest, batch.env] - batch.time
-    offset = ctec.truncated_geometric(key, left, gamma)
+    remaining = replay.ends[batch.time - oldest, batch.env] - batch.time
+    offset = ctec.truncated_geometric(key, remaining, gamma)
     future = replay.obs[(batch.time + offset) % len(replay.obs), batch.env]
     pair = jnp.concatenate([batch.obs, batch.action], axis=-1)
-    return ctec.Pairs(anchor=pair, positive=ctec.future_view(args, env, future), weight=batch.has_next)
+    return ctec.Pairs(anchor=pair, positive=ctec.future_view(args, env, future), mask=batch.has_next)
 
 
 def init_agent_with_value(value, args, env, key):
@@ -144,7 +144,7 @@ def init_agent_with_value(value, args, env, key):
 
 def distance_from_start(start, params, args, batch):
     """No curiosity: the metres between s and the maze's start, 0 where intrinsic_reward is."""
-    return batch.weight * jnp.linalg.norm(batch.anchor[:, :2] - start, axis=-1)
+    return batch.mask * jnp.linalg.norm(batch.anchor[:, :2] - start, axis=-1)
 
 
 # ---------------------------------------------------------------------------------------------------------- main

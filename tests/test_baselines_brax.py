@@ -22,18 +22,21 @@ from helpers import (
 )
 
 import apt_sac_brax as apt
+import ctec_ablations_sac_brax as ablations
 import ctec_sac_brax as ctec
 import icm_sac_brax as icm
 import mbrl_sac_brax as mbrl
 import random_brax
 import rnd_sac_brax as rnd
 
-SIZES = {  # of the bonus's networks
+SIZES = {  # of the intrinsic-reward model
     rnd: dict(rnd_width=16, feature_dim=8),
     icm: dict(encoder_width=16, feature_dim=8),
     apt: dict(encoder_width=16, representation_size=8),
     mbrl: dict(model_width=16),
+    ablations: dict(encoder_width=8, representation_size=4),
 }
+BASELINES = [rnd, icm, apt, mbrl]
 SMALL_RANDOM = {name: SMALL_SAC[name] for name in dataclasses.asdict(random_brax.Args()) if name in SMALL_SAC}
 by_name = dict(ids=lambda x: getattr(x, "__name__", str(x)))
 
@@ -99,9 +102,9 @@ def test_rnd_running_moments():
     seen = []
     for size in (5, 1, 40, 200):
         x = rng.gamma(2.0, 3.0, size)
-        weight = (rng.random(size) < 0.7).astype(float)
-        seen += list(x[weight > 0])
-        moments = rnd.update_moments(moments, jnp.asarray(x), jnp.asarray(weight))
+        mask = (rng.random(size) < 0.7).astype(float)
+        seen += list(x[mask > 0])
+        moments = rnd.update_moments(moments, jnp.asarray(x), jnp.asarray(mask))
         expected = [len(seen), np.mean(seen), np.var(seen)]
         np.testing.assert_allclose([moments.count, moments.mean, moments.variance], expected, rtol=1e-4)
     same = rnd.update_moments(moments, jnp.ones(3), jnp.zeros(3))  # nothing is added
@@ -176,7 +179,7 @@ def test_apt_loss_and_reward_against_numpy():
     noisy = np.asarray(batch.obs) + 0.5 * np.asarray(jax.random.normal(key, (6, 4)))
     np.testing.assert_array_equal(pairs.anchor, batch.obs)
     np.testing.assert_allclose(pairs.positive, noisy, rtol=1e-6)
-    np.testing.assert_array_equal(pairs.weight, np.ones(6))  # an ended episode's last state has a noisy copy too
+    np.testing.assert_array_equal(pairs.mask, np.ones(6))  # an ended episode's last state has a noisy copy too
 
     in_logits = apt.contrastive_loss(params, dataclasses.replace(args, temperature="logits"), pairs)[0]
     logits = -distance(unit(encode(batch.obs)), unit(encode(noisy))) / 2.0
@@ -218,6 +221,7 @@ class Dial:
     position_size = 2
     grid_shape = (4, 4)
     grid_low = np.full(2, -2, np.int32)
+    free_cells = []
 
     def reset(self, key):
         return random_brax.EnvState(jnp.zeros(2), jnp.zeros(2), jnp.zeros((), bool))
@@ -225,105 +229,131 @@ class Dial:
     def step(self, state, action):
         return random_brax.EnvState(action, action, jnp.zeros((), bool))
 
-    def frame(self, physics):
-        return physics
-
 
 def test_random_actions_fill_the_square_and_add_to_the_coverage():
+    """One step an iteration, so that the state shows every action."""
     env = Dial()
-    args = small(random_brax, num_envs=2, unroll_length=4)
+    args = small(random_brax, unroll_length=1, episode_length=1000)
     state = random_brax.init_state(args, env)
     known = []
-    for _ in range(100):
-        state, metrics, actions = random_brax.train_iteration(args, env, state)
-        known += list(np.floor((np.asarray(actions).reshape(-1, 2) + 1) / 0.5).astype(int) @ (4, 1))
+    for i in range(1, 101):
+        state, metrics = random_brax.collect(args, env, state)
+        known += list(np.floor((np.asarray(state.env.obs) + 1) / 0.5).astype(int) @ (4, 1))
         assert set(np.flatnonzero(state.coverage.first_visit < random_brax.NEVER)) == set(known)
-        assert metrics["coverage"] == len(set(known))
+        assert metrics["coverage"] == len(set(known)) and state.iteration == i
     frequency = np.bincount(known, minlength=16) / len(known)
     assert 0.03 < frequency.min() and frequency.max() < 0.1  # 1 / 16, uniform in the square
 
 
 # ------------------------------------------------------------------------------------------------------ updates
 def random_replay(script):
-    """Random states and ends of episodes."""
+    """Random states, a third of them at the goal, and ends of episodes."""
     replay = start(script).replay
+    env = script.make_env("point_u_maze")
     rng = np.random.default_rng(1)
     ended = rng.random(replay.terminated.shape)
+    obs = rng.normal(size=replay.obs.shape)
+    obs[::3, :, :2] = np.array(env.far_cell) * env.cell
     return replay.replace(
-        obs=jnp.asarray(rng.normal(size=replay.obs.shape), jnp.float32),
+        obs=jnp.asarray(obs, jnp.float32),
         terminated=jnp.asarray(ended < 0.2),
         truncated=jnp.asarray(ended > 0.9),
         time=jnp.int32(60),
     )
 
 
-@pytest.mark.parametrize("script", [rnd, icm, apt, mbrl], **by_name)
-def test_sac_gets_the_reward_of_the_model_before_its_step(script):
-    """From a replay with ended episodes: the critics' first target and loss are linear and quadratic in the reward."""
-    args = small(script)
+def one_update(script, args, model=None):
+    """A gradient step from the random replay: the model after it, the metrics, the batch, and the key of SAC."""
     env = script.make_env(args.env)
-    state = start(script)
     replay = random_replay(script)
     key = jax.random.PRNGKey(7)
-    (agent, model), metrics = jax.jit(script.update, static_argnums=(0, 1))(
-        args, env, replay, state.agent, state.model, key
-    )
-
+    update = jax.jit(script.update, static_argnums=(0, 1))
+    (_, model), metrics = update(args, env, replay, start(script).agent, model or start(script).model, key)
     key_batch, *_, key_sac = jax.random.split(key, 3 if script is apt else 2)
-    batch = script.sample_batch(key_batch, args, replay)
+    return model, metrics, script.sample_batch(key_batch, args, replay), key_sac
+
+
+def params_of(script, model):
+    return model.networks.params if script is rnd else model.params
+
+
+@pytest.mark.parametrize("script", BASELINES, **by_name)
+def test_sac_gets_the_reward_of_the_model_before_its_step(script):
+    """From a replay with ended episodes: the critics' first target and loss are linear and quadratic in the reward."""
+    args = small(script, intrinsic_coef=3.0, task_reward_coef=0.5)
+    env = script.make_env(args.env)
+    before = start(script)
+    model, metrics, batch, key_sac = one_update(script, args)
     alive = np.asarray(batch.has_next) > 0
     assert 0 < alive.sum() < len(alive)
-    params = lambda model: model.networks.params if script is rnd else model.params
-    reward = script.intrinsic_reward(params(state.model), args, batch)
-    later = script.intrinsic_reward(params(model), args, batch)
-    assert abs(float(later.sum() / reward.sum()) - 1) > 1e-4  # the step did change it
+    old = params_of(script, before.model)
+    new = params_of(script, model)
+    bonus = script.intrinsic_reward(old, args, batch)
+    later = script.intrinsic_reward(new, args, batch)
+    assert abs(float(later.sum() / bonus.sum()) - 1) > 1e-4  # the step did change it
     if script is rnd:
-        deviation = np.std(np.asarray(reward)[alive])
+        deviation = np.std(np.asarray(bonus)[alive])
         np.testing.assert_allclose(metrics["error_std"], deviation, rtol=1e-4)
         np.testing.assert_allclose(model.errors.count, alive.sum())
-        reward = reward / deviation
-        assert_none_changed(params(state.model)["target"], params(model)["target"])
-        assert_all_changed(params(state.model)["predictor"], params(model)["predictor"])
+        bonus = bonus / deviation
+        assert_none_changed(old["target"], new["target"])
+        assert_all_changed(old["predictor"], new["predictor"])
     else:
-        assert_all_changed(params(state.model), params(model))
+        assert_all_changed(old, new)
 
+    goal = np.array(env.far_cell) * env.cell
+    at_goal = np.linalg.norm(np.asarray(batch.obs)[:, :2] - goal, axis=1) < 0.5
+    assert 0 < at_goal.sum() < len(at_goal)
+    reward = 3.0 * bonus + 0.5 * at_goal
     update_sac = jax.jit(script.update_sac, static_argnums=(0, 1))
-    expected = update_sac(args, env, state.agent, batch, reward, key_sac)[1]
+    expected = update_sac(args, env, before.agent, batch, reward, key_sac)[1]
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
     np.testing.assert_allclose(metrics["reward_mean"], np.mean(reward[alive]), rtol=1e-4)
     np.testing.assert_allclose(metrics["reward_std"], np.std(reward[alive]), rtol=1e-4)
 
 
+@pytest.mark.parametrize("script", [*BASELINES, ablations], **by_name)
+def test_without_the_intrinsic_reward_its_model_is_neither_trained_nor_evaluated(script, monkeypatch):
+    """Plain SAC, with the task reward alone."""
+    for name in {"encode", "intrinsic_reward", "model_loss", "contrastive_loss"} & vars(script).keys():
+        monkeypatch.delattr(script, name)
+    args = small(script, intrinsic_coef=0.0, task_reward_coef=0.5)
+    env = script.make_env(args.env)
+    before = start(script)
+    shape = lambda key: script.update(args, env, script.init_replay(args, env), before.agent, before.model, key)
+    metrics = jax.eval_shape(shape, jax.random.PRNGKey(0))[1]
+    assert "reward_mean" in metrics and not {"rnd_loss", "icm_loss", "model_loss", "contrastive_loss"} & metrics.keys()
+    if script is mbrl:  # one of them with numbers
+        model, metrics, batch, _ = one_update(script, args)
+        assert_none_changed(before.model, model)
+        alive = np.asarray(batch.has_next) > 0
+        at_goal = np.abs(np.asarray(batch.obs)[:, 0] - 12.0) < 1e-3
+        np.testing.assert_allclose(metrics["reward_mean"], 0.5 * at_goal[alive].mean(), rtol=1e-5)
+
+
 @pytest.mark.parametrize("script", [rnd, icm, mbrl], **by_name)
 def test_a_scaled_reward_has_deviation_one_in_the_batch(script):
     """Of the rows that have a reward; RND's running deviation, here of earlier and larger errors, takes no part."""
     args = small(script, scale_reward=True)
-    env = script.make_env(args.env)
-    state = start(script)
-    earlier = (
-        {"errors": rnd.Moments(jnp.float32(5000.0), jnp.float32(9.0), jnp.float32(400.0))} if script is rnd else {}
-    )
-    model = state.model.replace(**earlier)
-    key = jax.random.PRNGKey(7)
-    replay = random_replay(script)
-    metrics = script.update(args, env, replay, state.agent, model, key)[1]
-    batch = script.sample_batch(jax.random.split(key)[0], args, replay)
-    params = model.networks.params if script is rnd else model.params
-    reward = np.asarray(script.intrinsic_reward(params, args, batch))[np.asarray(batch.has_next) > 0]
+    model = start(script).model
+    if script is rnd:
+        model = model.replace(errors=rnd.Moments(jnp.float32(5000.0), jnp.float32(9.0), jnp.float32(400.0)))
+    _, metrics, batch, _ = one_update(script, args, model)
+    reward = script.intrinsic_reward(params_of(script, model), args, batch)[np.asarray(batch.has_next) > 0]
     np.testing.assert_allclose(metrics["reward_std"], 1.0, rtol=1e-4)
     np.testing.assert_allclose(metrics["reward_mean"], reward.mean() / reward.std(), rtol=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------- whole runs
-@pytest.mark.parametrize("script", [*SIZES, random_brax], **by_name)
+@pytest.mark.parametrize("script", [*BASELINES, random_brax], **by_name)
 def test_a_run_and_the_same_run_resumed(script, tmp_path):
     """What it leaves, every parameter has changed, and a run in two parts ends bit for bit as one that was not
     stopped."""
     args = small(script, run_dir=str(tmp_path / "whole"))
     whole = script.main(args)
     folder = Path(whole["folder"])
-    files = {"args.json", "metrics.csv", "checkpoint.npz", "coverage.png", "coverage.npz", "rollout.png"}
+    files = {"args.json", "metrics.csv", "checkpoint.npz", "coverage.png", "coverage.npz"}
     assert {path.name for path in folder.iterdir()} == files
     assert folder.name.startswith(f"point_u_maze__{script.__name__}__1__")
     assert json.loads((folder / "args.json").read_text())["num_envs"] == 8
@@ -363,18 +393,19 @@ def test_a_robot_from_end_to_end(script, robot, tmp_path):
     sizes = dict(num_envs=4, unroll_length=4, total_timesteps=4 * 4 * 4, replay_size=20, learning_starts=8)
     end = script.main(small(script, env=robot, run_dir=str(tmp_path), episode_length=9, multiplier=2.0, **sizes))
     assert end["coverage"] > 0 and np.isfinite(end["critic_loss"])
-    assert {"coverage.png", "rollout.html"} <= {path.name for path in Path(end["folder"]).iterdir()}
+    assert (Path(end["folder"]) / "coverage.png").exists()
 
 
-@pytest.mark.parametrize("script", [*SIZES, random_brax], **by_name)
+@pytest.mark.parametrize("script", [*BASELINES, random_brax], **by_name)
 def test_the_race_is_fair(script):
     """The laptop presets differ in what is the bonus's own only."""
-    laptop = lambda script: dataclasses.asdict(script.parse_args(["--preset", "laptop"]))
+    laptop = lambda script, env: vars(script.parse_args(["--preset", "laptop", "--env", env]))
     own = {"rnd_width", "feature_dim", "encoder_width", "forward_weight", "representation_size", "noise", "neighbours",
            "model_width", "scale_reward"}  # fmt: skip
-    expected = laptop(ctec)
-    for name, value in laptop(script).items():
-        assert name in own or value == expected[name], name
+    for env in ("point_hardest_maze", "humanoid_u_maze"):
+        expected = laptop(ctec, env)
+        for name, value in laptop(script, env).items():
+            assert name in own or value == expected[name], name
 
 
 @pytest.mark.parametrize(
@@ -384,7 +415,9 @@ def test_the_race_is_fair(script):
         (apt, ["--noise", "-1"]),
         (icm, ["--forward-weight", "1.5"]),
         (mbrl, ["--model-width", "0"]),
+        (rnd, ["--batch-size", "0"]),
         (random_brax, ["--num-envs", "0"]),
+        (random_brax, ["--goal-cell", "0", "0"]),
     ],
     **by_name,
 )
@@ -392,3 +425,11 @@ def test_bonus_arguments_are_checked(script, arguments, capsys):
     code, message = refusal(capsys, script, ["--env=point_u_maze", "--preset=laptop", *arguments])
     assert code == 2
     assert_one_line(message, arguments[0])
+
+
+def test_extreme_arguments_are_taken():
+    env = apt.make_env("point_u_maze")
+    apt.check_args(small(apt, noise=0.0, neighbours=31, goal_cell=(1, 1), gamma=1.0), env)
+    icm.check_args(small(icm, forward_weight=0.0), env)
+    icm.check_args(small(icm, forward_weight=1.0), env)
+    random_brax.check_args(small(random_brax, goal_cell=(3, 1)), env)

@@ -1,6 +1,7 @@
 """The baselines on Craftax-Classic: each bonus against brute force and hand-computed numbers, and whole runs."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import jax
@@ -12,9 +13,11 @@ from helpers import (
     Game,
     assert_all_changed,
     assert_none_changed,
+    assert_one_line,
     checkpoint,
     constant,
     norm,
+    refusal,
     rows,
 )
 
@@ -26,7 +29,7 @@ import rnd_ppo_craftax as rnd
 from e3b_ppo_craftax import Visits
 
 GAME = Game()
-SIZES = {  # of the bonus's networks
+SIZES = {  # of the intrinsic-reward model's networks
     e3b: dict(feature_width=16, feature_dim=6),
     icm: dict(feature_width=16, feature_dim=6),
     rnd: dict(rnd_width=16, feature_dim=6),
@@ -53,7 +56,7 @@ def transitions_of(script, next_obs, **changes):
         obs=jnp.ones((rows, 6)),
         action=jnp.zeros(rows, jnp.int32),
         next_obs=jnp.asarray(next_obs, jnp.float32),
-        weight=jnp.ones(rows),
+        mask=jnp.ones(rows),
     )
     return batch.replace(**{name: jnp.asarray(x) for name, x in changes.items()})
 
@@ -135,7 +138,7 @@ def test_e3b_features_learn_from_whole_transitions_only():
     params = start(e3b).model.params
     rng = np.random.default_rng(0)
     obs = jnp.asarray(rng.normal(size=(4, 6)), jnp.float32)
-    batch = transitions_of(e3b, rng.normal(size=(4, 6)), obs=obs, action=[0, 3, 16, 5], weight=[1.0, 1, 0, 1])
+    batch = transitions_of(e3b, rng.normal(size=(4, 6)), obs=obs, action=[0, 3, 16, 5], mask=[1.0, 1, 0, 1])
     grad = jax.jit(jax.grad(lambda params, batch: e3b.model_loss(params, args, batch)[0]))
     assert norm(grad(params, batch)["encoder"]) > 0
     assert_none_changed(grad(params, batch), grad(params, batch.replace(next_obs=batch.next_obs.at[2].set(5.0))))
@@ -155,7 +158,7 @@ def test_icm_by_hand():
     says = {"encoder": [1, -1, 0, 0, 0, 0], "forward": [2, 1, 0, 0, 0, 3], "inverse": np.zeros(17)}
     by_hand = {name: constant(params[name], value) for name, value in says.items()}
     error = (1**2 + 2**2 + 3**2) / 6
-    batch = transitions_of(icm, np.ones((3, 6)), action=[0, 1, 2], weight=[1.0, 0, 1])
+    batch = transitions_of(icm, np.ones((3, 6)), action=[0, 1, 2], mask=[1.0, 0, 1])
     reward = icm.intrinsic_reward(by_hand, args, batch)
     np.testing.assert_allclose(reward, [error, 0, error], rtol=1e-6)  # nothing where the episode ended
     loss, metrics = icm.model_loss(by_hand, args, batch)
@@ -181,7 +184,7 @@ def test_rnd_by_hand():
     args = small(rnd, feature_dim=2)
     network = rnd.MLP(args.rnd_width, 2).init(jax.random.PRNGKey(0), jnp.zeros(6))
     params = {"predictor": constant(network, [1.0, 3.0]), "target": constant(network, [0.0, 1.0])}
-    batch = transitions_of(rnd, np.arange(18).reshape(3, 6), weight=[1.0, 0, 1])
+    batch = transitions_of(rnd, np.arange(18).reshape(3, 6), mask=[1.0, 0, 1])
     np.testing.assert_allclose(rnd.intrinsic_reward(params, args, batch), [2.5, 0, 2.5])  # (1^2 + 2^2) / 2
     np.testing.assert_allclose(rnd.model_loss(params, args, batch)[0], 2.5)
     grad = jax.jit(jax.grad(lambda params: rnd.model_loss(params, small(rnd), batch)[0]))
@@ -190,7 +193,7 @@ def test_rnd_by_hand():
     assert norm(slope["target"]) == 0
 
 
-# ------------------------------------------------------------------------------------------ rewards of an update
+# ------------------------------------------------------------------------------------------ rewards of a rollout
 def random_rollout(script, args):
     """A rollout of random states with two ended episodes, and its T+1 states; the last ones are those of start."""
     rng = np.random.default_rng(0)
@@ -208,21 +211,15 @@ def random_rollout(script, args):
     return rollout, np.concatenate([rollout.obs, start(script).players.obs[None]])
 
 
-def paid_by_update(script, args, state, rollout):
-    """The intrinsic reward that update gives to PPO, the state after it, and the metrics."""
-    paid = []
-
-    def agent_waits(args, state, hidden, rollout, reward, key):
-        paid.append(np.asarray(reward - args.task_reward_coef * rollout.reward))
-        return state.agent, {}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "update_agent", agent_waits)
-        after, metrics = script.update(args, state, None, rollout, jax.random.PRNGKey(3))
-    reward = paid[0] / args.intrinsic_coef
+def learned(script, args, state, rollout):
+    """The intrinsic reward of learn_bonus, which may overwrite its state; the state after it, and the metrics."""
+    copy = jax.tree.map(jnp.copy, state)
+    after, reward, metrics = script.learn_bonus(args, GAME, copy, state.players.hidden, rollout)
+    reward = np.asarray(reward - args.task_reward_coef * rollout.reward) / args.intrinsic_coef
     np.testing.assert_allclose(reward[rollout.done], 0.0, atol=1e-6)  # nothing where an episode ended
     np.testing.assert_allclose(metrics["reward_mean"], reward.mean(), rtol=1e-4)
     np.testing.assert_allclose(metrics["reward_std"], reward.std(), rtol=1e-4)
+    assert_none_changed((state.agent, state.players), (after.agent, after.players))
     return reward, after, metrics
 
 
@@ -230,7 +227,7 @@ def test_e3b_reward():
     args = small(e3b, intrinsic_coef=0.5, task_reward_coef=0.1)
     state = start(e3b)
     rollout, states = random_rollout(e3b, args)
-    reward, after, _ = paid_by_update(e3b, args, state, rollout)
+    reward, after, _ = learned(e3b, args, state, rollout)
     feature = e3b.encode(state.model.params["encoder"], args, states[1:])  # by the encoder before its step
     expected, root = elliptical_bonus(args, feature, rollout.done, state.root)
     np.testing.assert_allclose(reward, expected, rtol=1e-4, atol=1e-6)
@@ -242,7 +239,7 @@ def test_icm_reward():
     args = small(icm, intrinsic_coef=0.5, task_reward_coef=0.1)
     state = start(icm)
     rollout, states = random_rollout(icm, args)
-    reward, after, _ = paid_by_update(icm, args, state, rollout)
+    reward, after, _ = learned(icm, args, state, rollout)
     params = state.model.params
     feature = icm.encode(params["encoder"], args, states)
     pair = np.concatenate([feature[:-1], np.eye(17)[np.asarray(rollout.action)]], axis=-1)
@@ -262,7 +259,7 @@ def test_rnd_reward():
     seen = []
     for _ in range(2):
         params = state.model.networks.params
-        reward, after, metrics = paid_by_update(rnd, args, state, rollout)
+        reward, after, metrics = learned(rnd, args, state, rollout)
         difference = network.apply(params["predictor"], states[1:]) - network.apply(params["target"], states[1:])
         error = np.mean(np.asarray(difference) ** 2, axis=-1)
         seen += list(error[alive])
@@ -290,9 +287,9 @@ def test_the_model_is_trained_on_steps_and_their_own_next_states():
         far = jnp.abs(batch.next_obs[:, 0] - batch.obs[:, 0] - 1)
         other_action = jnp.abs(batch.action - batch.obs[:, 0])
         metrics = {
-            "wrong": jnp.sum(batch.weight * (far + other_action)),
-            "pairs": jnp.sum(batch.weight),
-            "rows": jnp.float32(len(batch.weight)),
+            "wrong": jnp.sum(batch.mask * (far + other_action)),
+            "pairs": jnp.sum(batch.mask),
+            "rows": jnp.float32(len(batch.mask)),
         }
         return params * 0.0, metrics
 
@@ -306,67 +303,64 @@ def test_the_model_is_trained_on_steps_and_their_own_next_states():
 
 
 # --------------------------------------------------------------------------------------------------- whole runs
-class Stopped(Exception):
-    pass
+def test_e3b_stages_fit_the_real_game():
+    """Shapes and types only, nothing is compiled. Each stage returns a state of the types that it was given: others
+    would be compiled a second time."""
+    args = small(e3b)
+    env = e3b.make_craftax()
+    types = lambda state: jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), state)
+    state = jax.eval_shape(lambda: e3b.init_state(args, env))
+    assert state.players.obs.shape == (4, env.state_size)
+    after, rollout, metrics = e3b.collect.eval_shape(args, env, state)
+    assert types(after) == types(state)
+    after, reward, bonus_metrics = e3b.learn_bonus.eval_shape(args, env, state, *rollout)
+    assert types(after) == types(state)
+    after, policy_metrics = e3b.learn_policy.eval_shape(args, env, state, *rollout, reward)
+    assert types(after) == types(state)
+    assert len(metrics | bonus_metrics | policy_metrics) == len(metrics) + len(bonus_metrics) + len(policy_metrics)
 
 
 @pytest.mark.parametrize("script", [*SIZES, random_craftax], **by_name)
 def test_a_run_and_the_same_run_stopped_and_resumed(script, tmp_path, monkeypatch, capsys):
-    """E3B in the real game; the others, whose frame is the same, in its stand-in. No film is drawn, its key is kept."""
-    if script is not e3b:
-        monkeypatch.setattr(script, "make_craftax", lambda: GAME)
-    film_keys = []
+    """In the stand-in for the game. Stopped in iteration 4 of 6, by its picture, the third one, before its checkpoint:
+    what was in the folder then is copied, and resumed."""
+    monkeypatch.setattr(script, "make_craftax", lambda: GAME)
+    parts = tmp_path / "parts"
+    save_bars = script.save_bars
+    calls = []
 
-    def watch(*inputs):
-        film_keys.append(inputs[-1])
-        return ()
+    def copy_at_the_third(folder, *inputs):
+        calls.append(inputs)
+        if len(calls) == 3:
+            shutil.copytree(folder, parts)
+        save_bars(folder, *inputs)
 
-    monkeypatch.setattr(script, "watch_at_random" if script is random_craftax else "watch", watch)
-    monkeypatch.setattr(script, "save_gif", lambda folder: None)
-    args = small(script, run_dir=str(tmp_path / "whole"), checkpoint_minutes=0.0, video_steps=1)
-    env = script.make_craftax()
+    monkeypatch.setattr(script, "save_bars", copy_at_the_third)
+    args = small(script, run_dir=str(tmp_path / "whole"), checkpoint_minutes=0.0)
     whole = script.main(args)
     assert ("covariances 0 MB" in capsys.readouterr().out) == (script is e3b)
     folder = Path(whole["folder"])
     files = {"args.json", "metrics.csv", "checkpoint.npz", "achievements.png"}
     assert {path.name for path in folder.iterdir()} == files
     assert folder.name.startswith(f"craftax_classic__{script.__name__}__1__")
+    assert len(calls) == 5
 
-    # every metric has its column, and its value from the first update on; the bonus's model learns from the start
-    first = script.init_state(args, env)
-    _, metrics = jax.eval_shape(lambda state: script.train_iteration(args, env, state), first)
-    assert set(metrics) == set(script.METRICS[4:])
+    # every metric has its value; PPO's from its first update on, the others from the start
     table = rows(folder)
     assert len(table) == 6
     for i, row in enumerate(table, 1):
-        ppo = {"policy_loss", "value_loss", "value_mean", "entropy", "kl", "clipped"}
+        ppo = {"policy_loss", "value_loss", "value_mean", "entropy", "kl", "clipped", "learning_rate", "parameter_norm"}
         assert {name for name, value in row.items() if value == ""} == (ppo if i < args.first_update else set())
         assert all(np.isfinite(float(value)) for value in row.values() if value)
 
-    # stopped in iteration 4 of 6, by its picture, the third one, before its checkpoint
-    save_bars = script.save_bars
-    calls = []
-
-    def stop_at_the_third(*inputs):
-        calls.append(inputs)
-        if len(calls) == 3:
-            raise Stopped
-        save_bars(*inputs)
-
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(script, "save_bars", stop_at_the_third)
-        script.main(dataclasses.replace(args, run_dir=str(tmp_path / "parts")))
-    (parts,) = (tmp_path / "parts").iterdir()
     assert len(rows(parts)) == 4
     script.main(dataclasses.replace(args, resume=str(parts)))
     assert rows(parts) == table
     assert checkpoint(parts) == checkpoint(folder)
 
+    first = script.init_state(args, GAME)
     last = script.load_checkpoint(folder / "checkpoint.npz", first)
     assert last.iteration == 6
-    for key in film_keys:  # of both runs that came to their end; not the key that another iteration would split
-        np.testing.assert_array_equal(key, jax.random.fold_in(last.key, 1))
-    assert len(film_keys) == 2
     if script is random_craftax:
         return
     assert_all_changed(first.agent.params, last.agent.params)
@@ -397,7 +391,7 @@ def test_the_memory_of_the_covariances_is_said_before_they_are_made(tmp_path, mo
 
 @pytest.mark.parametrize("script", [*SIZES, random_craftax], **by_name)
 def test_the_race_is_fair(script):
-    """The laptop presets differ in the sizes of the bonus's own model only."""
+    """The laptop presets differ in the sizes of the intrinsic-reward model only."""
     laptop = lambda script: dataclasses.asdict(script.parse_args(["--preset", "laptop"]))
     own = {"feature_width", "feature_dim", "rnd_width", "model_learning_rate", "model_epochs", "model_minibatches",
            "ridge", "forward_coef"}  # fmt: skip
@@ -407,8 +401,15 @@ def test_the_race_is_fair(script):
 
 
 @pytest.mark.parametrize("script", SIZES, **by_name)
-def test_presets_can_run(script):
+def test_presets_can_run_and_bad_arguments_are_one_line(script, capsys):
     for preset in script.PRESETS:
-        args = script.parse_args(["--preset", preset])
-        script.check_ppo_args(args)
-        assert args.steps_per_iteration % args.model_minibatches == 0
+        script.check_args(script.parse_args(["--preset", preset]))
+    script.check_args(small(script, gae_lambda=0.0, gamma=1.0, entropy_coef=0.0, random_iterations=0))
+    for flags, words in {
+        ("--model-minibatches", 7): "--model-minibatches 7 must divide num_envs * num_steps",
+        ("--model-minibatches", 0): "--model-minibatches 0 must be above 0",
+        ("--feature-dim", -1): "--feature-dim -1 must be above 0",
+    }.items():
+        code, message = refusal(capsys, script, flags)
+        assert code == 2
+        assert_one_line(message, words)

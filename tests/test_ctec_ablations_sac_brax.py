@@ -1,22 +1,20 @@
 """ctec_ablations_sac_brax.py: by default C-TeC bit for bit; each variant against NumPy, by hand and by its gradient."""
 
 import dataclasses
-import json
-import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import SMALL_SAC, assert_all_changed, assert_one_line, checkpoint, refusal, rows
+from helpers import SMALL_SAC, assert_all_changed, assert_none_changed, assert_one_line, refusal, rows
 from test_ctec_sac_brax import filled_replay, numpy_encode
 
 import ctec_ablations_sac_brax as ablations
 import ctec_sac_brax as ctec
 from ctec_ablations_sac_brax import Args, Pairs
 
-SMALL = SMALL_SAC | dict(encoder_width=16, representation_size=8)
+# it learns from the first iteration on
+SMALL = SMALL_SAC | dict(learning_starts=16, agent_width=8, encoder_width=8, representation_size=4, multiplier=0.25)
 ARGS = Args(env="point_u_maze", num_envs=3, batch_size=512, replay_size=40, agent_width=8, encoder_width=8,
             representation_size=4)  # fmt: skip
 ENV = ablations.make_env("point_u_maze")
@@ -29,42 +27,51 @@ def variant(**changes):
     return dataclasses.replace(ARGS, **changes)
 
 
+def named_leaves(state):
+    return {ablations.leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(state)}
+
+
 def params_of(args, seed=0):
     return ablations.init_state(dataclasses.replace(args, seed=seed), ENV).model.params
 
 
 def random_pairs(rows=6):
     key_anchor, key_positive = jax.random.split(jax.random.PRNGKey(9))
-    weight = jnp.ones(rows).at[-1].set(0.0)
-    return Pairs(jax.random.normal(key_anchor, (rows, 6)), jax.random.normal(key_positive, (rows, 4)), weight)
+    mask = jnp.ones(rows).at[-1].set(0.0)
+    return Pairs(jax.random.normal(key_anchor, (rows, 6)), jax.random.normal(key_positive, (rows, 4)), mask)
 
 
 # ---------------------------------------------------------------------------------------- the defaults are C-TeC
-def test_the_defaults_are_ctec_bit_for_bit(tmp_path):
-    ours = ablations.main(Args(run_dir=str(tmp_path / "ours"), **SMALL))
-    theirs = ctec.main(ctec.Args(run_dir=str(tmp_path / "theirs"), **SMALL))
-    of_both = [name for name in ctec.METRICS if name in rows(theirs["folder"])[0]]
-    assert len(of_both) > 20
-    for a, b in zip(rows(ours["folder"]), rows(theirs["folder"]), strict=True):
-        assert {name: a[name] for name in of_both} == {name: b[name] for name in of_both}
-    with (
-        np.load(Path(ours["folder"]) / "checkpoint.npz") as a,
-        np.load(Path(theirs["folder"]) / "checkpoint.npz") as b,
-    ):
-        assert a.files == b.files
-        for name in a.files:
-            np.testing.assert_array_equal(a[name], b[name])
+def play(script, args, iterations, state=None):
+    """The state after so many iterations, and the metrics of each."""
+    state = script.init_state(args, ENV) if state is None else state
+    metrics = []
+    for _ in range(iterations):
+        state, collected = script.collect(args, ENV, state)
+        state, learned = script.learn(args, ENV, state)
+        metrics.append(jax.device_get(collected | learned))
+    return state, metrics
+
+
+def test_the_defaults_are_ctec_bit_for_bit():
+    ours, our_metrics = play(ablations, Args(**SMALL), 4)
+    theirs, their_metrics = play(ctec, ctec.Args(**SMALL), 4)
+    for a, b in zip(our_metrics, their_metrics, strict=True):
+        assert a.pop("gamma_cl") == np.float32(0.99)
+        assert len(b) > 20
+        np.testing.assert_equal(a, b)
+    assert_none_changed(named_leaves(ours), named_leaves(theirs))
 
 
 # ------------------------------------------------------------------------------------------------------- losses
 def test_symmetric_infonce_by_hand():
-    weight = jnp.array([1.0, 1.0, 0.0])
+    mask = jnp.array([1.0, 1.0, 0.0])
     over_rows = np.log([6 / 1, 12 / 6])
     over_columns = np.log([8 / 1, 10 / 6])
-    ours = ablations.symmetric_infonce(LOGITS, weight, 0.0)
+    ours = ablations.symmetric_infonce(LOGITS, mask, 0.0)
     np.testing.assert_allclose(ours, over_rows.mean() + over_columns.mean(), rtol=1e-5)
-    both = ablations.infonce(LOGITS, weight, 0.1) + ablations.infonce(LOGITS.T, weight, 0.1)
-    np.testing.assert_allclose(ablations.symmetric_infonce(LOGITS, weight, 0.1), both)
+    both = ablations.infonce(LOGITS, mask, 0.1) + ablations.infonce(LOGITS.T, mask, 0.1)
+    np.testing.assert_allclose(ablations.symmetric_infonce(LOGITS, mask, 0.1), both)
 
 
 def test_nce_by_hand():
@@ -76,11 +83,11 @@ def test_nce_by_hand():
 
 def test_flatnce_by_hand_and_its_gradient():
     """The value is 1. The gradient is InfoNCE's without j = i: of log(sum of the others) - log(own)."""
-    weight = jnp.array([1.0, 1.0, 0.0])
-    value, grad = jax.value_and_grad(ablations.flatnce)(LOGITS, weight, 0.0)
+    mask = jnp.array([1.0, 1.0, 0.0])
+    value, grad = jax.value_and_grad(ablations.flatnce)(LOGITS, mask, 0.0)
     assert value == 1.0
     np.testing.assert_allclose(grad, np.array([[-1, 3 / 5, 2 / 5], [2 / 6, -1, 4 / 6], [0, 0, 0]]) / 2, atol=1e-6)
-    infonce = jax.grad(ablations.infonce)(LOGITS, weight, 0.0)  # pulls the less, the surer it is; the same direction
+    infonce = jax.grad(ablations.infonce)(LOGITS, mask, 0.0)  # pulls the less, the surer it is; the same direction
     share_of_others = np.array([5 / 6, 6 / 12, 0])[:, None]
     np.testing.assert_allclose(infonce, grad * share_of_others, atol=1e-6)
 
@@ -231,12 +238,12 @@ def test_where_tau_divides(temperature):
 
 
 # ----------------------------------------------------------------------------------------------------- sampling
-@pytest.mark.parametrize("left", [1, 7])
-def test_uniform_offsets(left):
-    draws = np.asarray(ablations.uniform_offset(jax.random.PRNGKey(0), jnp.full(50_000, left), 0.5))
-    frequency = np.bincount(draws, minlength=left + 1) / len(draws)
-    assert frequency[0] == 0 and len(frequency) == left + 1
-    np.testing.assert_allclose(frequency[1:], 1 / left, atol=0.01)
+@pytest.mark.parametrize("remaining", [1, 7])
+def test_uniform_offsets(remaining):
+    draws = np.asarray(ablations.uniform_offset(jax.random.PRNGKey(0), jnp.full(50_000, remaining), 0.5))
+    frequency = np.bincount(draws, minlength=remaining + 1) / len(draws)
+    assert frequency[0] == 0 and len(frequency) == remaining + 1
+    np.testing.assert_allclose(frequency[1:], 1 / remaining, atol=0.01)
     assert ablations.uniform_offset(jax.random.PRNGKey(0), jnp.array(0), 0.5) == 0
 
 
@@ -301,38 +308,28 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_run_of_variants_resumes_bit_for_bit(name, tmp_path):
-    args = Args(**SMALL | VARIANTS[name] | dict(run_dir=str(tmp_path / "whole")))
-    whole = ablations.main(args)
-    half = dataclasses.replace(args, run_dir=str(tmp_path / "half"), total_timesteps=SMALL["total_timesteps"] // 2)
-    if args.gamma_cl_start is None:
-        folder = ablations.main(half)["folder"]
-    else:  # a schedule is over the whole run: stop it by a signal's way, after an iteration's checkpoint
-        folder = shutil.copytree(whole["folder"], tmp_path / "run")
-        iterate_until(args, Path(folder), 4)
-    resumed = ablations.main(
-        ablations.parse_args(["--resume", str(folder), "--total-timesteps", str(args.total_timesteps)])
+def test_a_checkpoint_of_variants_goes_on_bit_for_bit(name, tmp_path):
+    args = Args(**SMALL | VARIANTS[name])
+    state, _ = play(ablations, args, 2)
+    ablations.save_checkpoint(tmp_path / "checkpoint.npz", state)
+    loaded = ablations.load_checkpoint(
+        tmp_path / "checkpoint.npz", jax.eval_shape(lambda: ablations.init_state(args, ENV))
     )
-    assert checkpoint(resumed["folder"]) == checkpoint(whole["folder"])
-    assert rows(resumed["folder"]) == rows(whole["folder"])
-    gamma = [float(row["gamma_cl"]) for row in rows(whole["folder"])]
-    start = args.gamma_cl if args.gamma_cl_start is None else args.gamma_cl_start
-    np.testing.assert_allclose(gamma, start + (args.gamma_cl - start) * np.arange(1, 9) / 8, rtol=1e-5)
-
-
-def iterate_until(args, folder, last):
-    """Leave in the folder what a run has after so many iterations."""
-    env = ablations.make_env(args.env)
-    state = ablations.init_state(args, env)
-    for _ in range(last):
-        state = ablations.train_iteration(args, env, state)[0]
-    ablations.save_checkpoint(folder / "checkpoint.npz", state)
+    whole, whole_metrics = play(ablations, args, 1, state)
+    resumed, metrics = play(ablations, args, 1, loaded)
+    np.testing.assert_equal(metrics, whole_metrics)
+    assert_none_changed(resumed, whole)
+    first = ablations.init_state(args, ENV)
+    assert_all_changed(
+        {name: x for name, x in first.model.params.items() if name != "log_tau" or args.tau is None},
+        {name: x for name, x in whole.model.params.items() if name != "log_tau" or args.tau is None},
+    )
 
 
 @pytest.mark.parametrize(
     "flags,words",
     [
-        (["--repetition-factor", "3"], "must divide --batch-size 1024"),
+        (["--repetition-factor", "3"], "must divide batch_size"),
         (["--repetition-factor", "1024"], "two trajectories"),
         (["--repetition-factor", "0"], "above 0"),
         (["--gamma-cl-start", "1.0"], "below 1"),
@@ -352,10 +349,11 @@ def test_flags_that_make_no_sense(capsys, flags, words):
     assert_one_line(message, words)
 
 
-def test_the_arguments_of_a_variant_are_kept(tmp_path):
-    args = Args(**SMALL | dict(total_timesteps=128, tau=2.0, run_dir=str(tmp_path)))
+def test_a_run_with_a_schedule(tmp_path):
+    """From end to end; the discount of each iteration, and the arguments that a resumed run would have."""
+    args = Args(**SMALL | VARIANTS["losses"] | dict(total_timesteps=4 * 8 * 16, run_dir=str(tmp_path)))
     folder = ablations.main(args)["folder"]
-    saved = json.loads((Path(folder) / "args.json").read_text())
-    assert (saved["tau"], saved["gamma_cl_start"]) == (2.0, None)
+    gamma = [float(row["gamma_cl"]) for row in rows(folder)]
+    np.testing.assert_allclose(gamma, 0.1 + (0.99 - 0.1) * np.arange(1, 5) / 4, rtol=1e-5)
     again = ablations.parse_args(["--resume", folder])
-    assert (again.tau, again.gamma_cl_start) == (2.0, None)
+    assert dataclasses.replace(again, resume="") == args

@@ -13,7 +13,7 @@ from ctec_ppo_rnn_craftax import Futures, Pairs, Rollout
 
 ARGS = ctec.Args(num_envs=3, num_steps=7, num_minibatches=3, encoder_minibatches=3, contrastive_batch=7, rows_per_env=7,
                  agent_width=8, encoder_width=8, representation_size=4, episode_window=5, reset_ratio=3,
-                 random_iterations=0)  # fmt: skip
+                 random_iterations=1)  # fmt: skip
 GAME = Game()
 KEY = jax.random.PRNGKey(0)
 
@@ -42,14 +42,14 @@ def with_action(obs, action):
 
 
 # --------------------------------------------------------------------------------------------- futures and reward
-def test_steps_left_by_hand(short):
+def test_steps_remaining_by_hand(short):
     _, _, done = short
     expected = [[1, 0, 2, 1, 0, 2, 1], [6, 5, 4, 3, 2, 1, 0], [7, 6, 5, 4, 3, 2, 1]]
-    np.testing.assert_array_equal(ctec.steps_left(done).T, expected)
+    np.testing.assert_array_equal(ctec.steps_remaining(done).T, expected)
 
 
 def reward_of(params, args, key, states, action, done):
-    weight = ctec.future_weights(key, args, ctec.steps_left(done))
+    weight = ctec.future_weights(key, args, ctec.steps_remaining(done))
     return ctec.intrinsic_reward(params, args, Futures(states, action, weight))
 
 
@@ -100,13 +100,13 @@ def test_reward_of_a_single_future_is_the_normalised_one_in_the_mean(start, shor
     _, _, done = short
     form = dict(first_offset=first_offset, temperature=temperature)
     args = dataclasses.replace(ARGS, reward_samples="single", normalize_reward=True, gamma_cl=0.6, **form)
-    left = np.asarray(ctec.steps_left(done))
+    remaining = np.asarray(ctec.steps_remaining(done))
     params = start.model.params | {"log_tau": jnp.log(0.5)}
     draw = jax.jit(jax.vmap(lambda key: reward_of(params, args, key, *short)))
     single = np.asarray(draw(jax.random.split(KEY, 4000)))
     expected, _ = brute_force(params, args, *short)
     np.testing.assert_allclose(single.mean(axis=0), expected, atol=0.03)
-    assert single.std(axis=0)[~done & (left > 1)].min() > 0
+    assert single.std(axis=0)[~done & (remaining > 1)].min() > 0
     assert (single[:, done] == 0).all()
 
 
@@ -139,9 +139,9 @@ def test_positives_stay_in_the_episode_and_follow_the_distribution(short, first_
     gamma = 0.6
     draws = 20_000
     args = dataclasses.replace(ARGS, gamma_cl=gamma, first_offset=first_offset)
-    left = ctec.steps_left(done)
-    assert set(np.asarray(left).ravel()) == set(range(8))
-    futures = np.asarray(jax.vmap(lambda key: ctec.positive_times(key, args, left))(jax.random.split(KEY, draws)))
+    remaining = ctec.steps_remaining(done)
+    assert set(np.asarray(remaining).ravel()) == set(range(8))
+    futures = np.asarray(jax.vmap(lambda key: ctec.positive_times(key, args, remaining))(jax.random.split(KEY, draws)))
     assert futures.shape == (draws, 7, 3)
     for t, n in np.ndindex(done.shape):
         allowed = [k for k in range(first_offset, 8 - t) if not done[t : t + k, n].any()]
@@ -175,7 +175,7 @@ def test_contrastive_loss_in_parts(start, temperature):
     pairs = Pairs(
         anchor=jnp.asarray(with_action(obs, np.arange(8))),
         positive=future,
-        weight=jnp.array([1, 1, 0, 1, 1, 0, 0, 1.0]),
+        mask=jnp.array([1, 1, 0, 1, 1, 0, 0, 1.0]),
     )
     params = start.model.params | {"log_tau": jnp.log(0.5)}
     loss, metrics = ctec.contrastive_loss(params, args, pairs)
@@ -196,7 +196,7 @@ def test_contrastive_loss_in_parts(start, temperature):
             else:
                 logits = {j: -np.linalg.norm(phi[i] - psi[j]) / 0.5 for j in rows}
             negative += [logit for j, logit in logits.items() if j != i]
-            if pairs.weight[i]:
+            if pairs.mask[i]:
                 lse = np.log(np.exp(list(logits.values())).sum())
                 part.append(lse - logits[i] + 0.1 * lse**2)
                 right.append(max(logits, key=logits.get) == i)
@@ -246,20 +246,20 @@ def test_encoders_are_trained_on_futures_of_the_same_episode(start, short, monke
     def look(params, args, pairs):
         time, env, episode = pairs.anchor[:, :3].T
         future_time, future_env, future_episode = pairs.positive[:, :3].T
-        later = jnp.where(pairs.weight > 0, future_time >= time + first_offset, future_time == time)
+        later = jnp.where(pairs.mask > 0, future_time >= time + first_offset, future_time == time)
         same = (future_env == env) & (future_episode == episode)
         own_action = jnp.argmax(pairs.anchor[:, 6:], axis=-1) == time
         metrics = {
             "good": jnp.sum(later & same & own_action),
-            "pairs": jnp.sum(pairs.weight),
-            "times": jnp.sum(2**time * pairs.weight),
+            "pairs": jnp.sum(pairs.mask),
+            "times": jnp.sum(2**time * pairs.mask),
             "own": jnp.mean(future_time == time),
         }
         return 0.0 * params["log_tau"], metrics
 
     monkeypatch.setattr(ctec, "contrastive_loss", look)
-    _, metrics = ctec.update_encoders(args, start.model, KEY, states, action, ctec.steps_left(done))
-    has_future = np.asarray(ctec.steps_left(done)) >= first_offset
+    _, metrics = ctec.update_encoders(args, start.model, KEY, states, action, ctec.steps_remaining(done))
+    has_future = np.asarray(ctec.steps_remaining(done)) >= first_offset
     assert metrics["good"] == 7  # rows of a minibatch
     assert 3 * metrics["pairs"] == has_future.sum() == (18 if first_offset else 21)
     if first_offset:
@@ -274,11 +274,11 @@ def test_encoders_learn_on_the_pairs_of_a_rollout(start):
     args = dataclasses.replace(ARGS, encoder_epochs=20, encoder_learning_rate=1e-2, rows_per_env=1)
     states = jnp.broadcast_to(jnp.eye(6)[:3], (8, 3, 6))  # (T+1, N, 6): environment n stays in its own state
     action = jnp.zeros((7, 3), jnp.int32)
-    left = ctec.steps_left(jnp.zeros((7, 3), bool))
+    remaining = ctec.steps_remaining(jnp.zeros((7, 3), bool))
     model = start.model
     losses = []
     for key in jax.random.split(KEY, 3):
-        model, metrics = ctec.update_encoders(args, model, key, states, action, left)
+        model, metrics = ctec.update_encoders(args, model, key, states, action, remaining)
         losses.append(float(metrics["contrastive_loss"]))
     assert losses[0] > losses[1] > losses[2]
     phi = ctec.encode(model.params["phi"], args, with_action(states[0], action[0]))
@@ -432,9 +432,14 @@ def test_achievement_names_are_those_of_craftax():
     assert ctec.ACHIEVEMENTS == [x.name.lower() for x in sorted(Achievement, key=lambda x: x.value)]
 
 
-# --------------------------------------------------------------------------------------------- rollout and update
+# ------------------------------------------------------------------------------------------------------ the stages
+def run_stage(stage, args, game, state, *inputs):
+    """A stage, which may overwrite the state that it is given, on a copy of it."""
+    return stage(args, game, jax.tree.map(jnp.copy, state), *inputs)
+
+
 def test_collect_restarts_ended_episodes_in_new_worlds(start):
-    after, rollout = jax.jit(ctec.collect, static_argnums=(0, 1))(ARGS, GAME, start, KEY)
+    after, (hidden, rollout), metrics = run_stage(ctec.collect, ARGS, GAME, start)
     players = jax.tree.map(np.asarray, after.players)
     obs = np.concatenate([rollout.obs, players.obs[None]])
     first = np.concatenate([rollout.first, players.first[None]])
@@ -448,11 +453,29 @@ def test_collect_restarts_ended_episodes_in_new_worlds(start):
     np.testing.assert_array_equal(rollout.reward, np.where(done, 1.0, 0.25))
     new_worlds = obs[1:, :, 1][done]
     assert len(set(new_worlds)) == len(new_worlds) > 2  # 7 worlds were made: none is used twice
-    assert int(after.episodes.count) == done.sum()
+    assert int(after.episodes.count) == done.sum() == int(metrics["episodes"])
     assert float(ctec.achievement_rates(after.episodes)[3]) == 1.0  # unlocked by the last step, before the reset
     assert (players.length[done[6]] == 0).all()
     assert (players.hidden[done[6]] == 0).all()
     np.testing.assert_allclose(rollout.log_prob, -np.log(17), atol=0.05)  # of the first, nearly uniform policy
+
+    # the GRU starts from the hidden state that is returned, and the next rollout from where this one ended
+    log_probs = ctec.policy(start.agent.params, ARGS, hidden, rollout.obs, rollout.first)[1]
+    expected = np.take_along_axis(log_probs, np.asarray(rollout.action)[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(rollout.log_prob, expected, atol=1e-5)
+    again, (hidden, _), _ = run_stage(ctec.collect, ARGS, GAME, after)
+    np.testing.assert_array_equal(hidden, players.hidden)
+    assert (start.iteration, after.iteration, again.iteration) == (0, 1, 2)
+
+
+def test_the_rates_of_the_random_policy_are_kept(start):
+    """Those of the random iterations, here the first one: later ones leave them as they are."""
+    after, *_ = run_stage(ctec.collect, ARGS, GAME, start)
+    np.testing.assert_array_equal(after.random_rates, ctec.achievement_rates(after.episodes))
+    assert np.sum(after.random_rates) == 1.0
+    after = after.replace(random_rates=0.5 * after.random_rates)
+    again, *_ = run_stage(ctec.collect, ARGS, GAME, after)
+    assert_none_changed(after.random_rates, again.random_rates)
 
 
 def rollout_of(short):
@@ -464,24 +487,18 @@ def rollout_of(short):
     return Rollout(states[:-1], jnp.asarray(first), action, zeros - 2.0, zeros + 0.5, reward, jnp.asarray(done))
 
 
-def test_update_pays_the_reward_of_the_encoders_before_their_step(start, short, monkeypatch):
+def test_the_reward_is_that_of_the_encoders_before_their_step(start, short):
     args = dataclasses.replace(ARGS, intrinsic_coef=0.5, task_reward_coef=0.1)
     states, _, _ = short
     state = start.replace(players=start.players.replace(obs=states[-1]))
     rollout = rollout_of(short)
-    paid = []
-
-    def agent_waits(args, state, hidden, rollout, reward, key):
-        paid.append(np.asarray(reward))
-        return state.agent, {}
-
-    monkeypatch.setattr(ctec, "update_agent", agent_waits)
-    after, metrics = ctec.update(args, state, state.players.hidden, rollout, KEY)
+    after, reward, metrics = run_stage(ctec.learn_bonus, args, GAME, state, state.players.hidden, rollout)
     expected, _ = brute_force(state.model.params, args, *short)
-    np.testing.assert_allclose(paid[0], 0.5 * expected + 0.1 * np.asarray(rollout.reward), atol=1e-5)
+    np.testing.assert_allclose(reward, 0.5 * expected + 0.1 * np.asarray(rollout.reward), atol=1e-5)
     np.testing.assert_allclose(metrics["reward_mean"], expected.mean(), atol=1e-5)
     np.testing.assert_allclose(metrics["reward_std"], expected.std(), atol=1e-5)
     assert_all_changed(state.model.params, after.model.params)
+    assert_none_changed((state.agent, state.players), (after.agent, after.players))
 
 
 def test_the_agent_gets_advantages_and_an_annealed_step_size(start, short, monkeypatch):
@@ -494,13 +511,14 @@ def test_the_agent_gets_advantages_and_an_annealed_step_size(start, short, monke
     reward = np.asarray(rollout.reward)
 
     def look(args, agent, learning_rate, key, hidden, rollout, advantage):
-        return agent, {"learning_rate_seen": learning_rate, "advantages": list(advantage.ravel())}
+        return agent, {"learning_rate_seen": learning_rate, "advantages": advantage}
 
     monkeypatch.setattr(ctec, "update_ppo", look)
-    _, metrics = ctec.update_agent(args, state, hidden, rollout, jnp.asarray(reward), KEY)
+    _, metrics = run_stage(ctec.learn_policy, args, GAME, state, hidden, rollout, rollout.reward)
     np.testing.assert_allclose(metrics["learning_rate_seen"], 7e-4, rtol=1e-5)  # 3 of 10 iterations are over
     np.testing.assert_allclose(metrics["learning_rate"], 7e-4, rtol=1e-5)
-    advantages = np.reshape(metrics["advantages"], (7, 3))
+    squares = [np.sum(np.square(x)) for x in jax.tree.leaves((state.model.params, state.agent.params))]
+    np.testing.assert_allclose(metrics["parameter_norm"], np.sqrt(np.sum(squares)), rtol=1e-5)
     _, _, last_value = ctec.policy(state.agent.params, args, hidden, states[-1:], players.first[None])
     next_value = np.asarray(last_value[0])
     advantage = np.zeros(3)
@@ -508,21 +526,7 @@ def test_the_agent_gets_advantages_and_an_annealed_step_size(start, short, monke
         goes_on = 1.0 - done[t]
         advantage = reward[t] + 0.5 * goes_on * next_value - 0.5 + 0.25 * goes_on * advantage
         next_value = np.full(3, 0.5)
-        np.testing.assert_allclose(advantages[t], advantage, atol=1e-4)
-
-
-def test_the_policy_waits_for_the_random_iterations(start, short):
-    args = dataclasses.replace(ARGS, random_iterations=4)
-    rollout = rollout_of(short)
-    hidden = jnp.zeros((3, 8))
-    learn = jax.jit(ctec.update_agent, static_argnums=0)
-    agent, metrics = learn(args, start.replace(iteration=jnp.int32(4)), hidden, rollout, rollout.reward, KEY)
-    assert_none_changed(start.agent, agent)
-    assert np.isfinite(metrics.pop("learning_rate"))
-    assert all(np.isnan(value) for value in metrics.values())  # no values yet
-    agent, metrics = learn(args, start.replace(iteration=jnp.int32(5)), hidden, rollout, rollout.reward, KEY)
-    assert np.any(agent.params["params"]["recurrent"] != start.agent.params["params"]["recurrent"])
-    assert all(np.isfinite(value) for value in metrics.values())
+        np.testing.assert_allclose(metrics["advantages"][t], advantage, atol=1e-4)
 
 
 def test_task_reward_alone_trains_no_encoder_and_learns():
@@ -538,13 +542,16 @@ def test_task_reward_alone_trains_no_encoder_and_learns():
     game = Paid()
     first = ctec.init_state(args, game)
     state = ctec.init_state(args, game)
-    before = ctec.train_iteration._cache_size()
+    stages = (ctec.collect, ctec.learn_bonus, ctec.learn_policy)
+    before = [stage._cache_size() for stage in stages]
     for _ in range(60):
-        state, metrics = ctec.train_iteration(args, game, state)
-    assert ctec.train_iteration._cache_size() == before + 1
+        state, rollout, metrics = ctec.collect(args, game, state)
+        state, reward, model_metrics = ctec.learn_bonus(args, game, state, *rollout)
+        state, policy_metrics = ctec.learn_policy(args, game, state, *rollout, reward)
+    assert [stage._cache_size() for stage in stages] == [size + 1 for size in before]
     assert_none_changed(first.model, state.model)
-    assert "contrastive_loss" not in metrics
-    assert float(metrics["entropy"]) < 1.0
+    assert model_metrics == {}
+    assert float(policy_metrics["entropy"]) < 1.0
     assert float(metrics["episode_return"]) > 0.7 * float(metrics["episode_length"])
 
 

@@ -42,7 +42,8 @@ def filled_replay(steps, capacity=40, envs=3, unroll=7, seed=0):
     history = (obs, obs[..., :1], terminated, truncated)
     replay = Replay(*(jnp.zeros((capacity, *x.shape[1:]), x.dtype) for x in history), jnp.int32(0))
     for i in range(0, steps, unroll):
-        replay = ctec.replay_insert(replay, *(jnp.asarray(x[i : i + unroll]) for x in history))
+        names = ("obs", "action", "terminated", "truncated")
+        replay = ctec.replay_insert(replay, {name: jnp.asarray(x[i : i + unroll]) for name, x in zip(names, history)})
     return replay, terminated, truncated
 
 
@@ -53,7 +54,7 @@ def test_batches_and_futures_agree_with_a_search_through_the_whole_history(steps
     batch = ctec.sample_batch(jax.random.PRNGKey(1), ARGS, replay)
     pairs = ctec.sample_futures(jax.random.PRNGKey(2), ARGS, ENV, replay, batch)
     np.testing.assert_array_equal(pairs.anchor, np.hstack([batch.obs, batch.action]))
-    np.testing.assert_array_equal(pairs.weight, batch.has_next)
+    np.testing.assert_array_equal(pairs.mask, batch.has_next)
 
     t, n, trajectory = np.asarray(batch.obs, int).T
     oldest = max(0, steps - 40)
@@ -74,7 +75,7 @@ def test_batches_and_futures_agree_with_a_search_through_the_whole_history(steps
         while last < steps - 1 and not done[last, n[i]]:
             last += 1
         assert replay.ends[t[i] - (steps - 40), n[i]] == last
-        assert pairs.weight[i] == (last > t[i])
+        assert pairs.mask[i] == (last > t[i])
         if last > t[i]:
             assert t[i] < future_t[i] <= last
             assert tuple(np.asarray(batch.next_obs[i], int)) == (t[i] + 1, n[i], trajectory[i])
@@ -104,7 +105,7 @@ def test_futures_from_offset_zero_on():
     )
     batch = ctec.sample_batch(jax.random.PRNGKey(0), args, replay)
     pairs = ctec.sample_futures(jax.random.PRNGKey(1), args, ENV, replay, batch)
-    assert np.all(pairs.weight == 1)
+    assert np.all(pairs.mask == 1)
     offset = np.asarray(pairs.positive[:, 0]) - np.asarray(batch.time)
     for t, last in ((3, 6), (6, 6), (8, 13)):
         frequency = np.bincount(offset[np.asarray(batch.time) == t].astype(int)) / np.sum(np.asarray(batch.time) == t)
@@ -125,17 +126,17 @@ def test_goal_futures_show_psi_the_position_only():
     assert params["phi"]["params"]["Dense_0"]["kernel"].shape == (4 + 2, 8)
 
 
-@pytest.mark.parametrize("gamma,left", [(0.99, 1), (0.99, 500), (0.9, 7), (0.3, 20), (0.1, 3)])
-def test_offsets_are_truncated_geometric(gamma, left):
-    draws = np.asarray(ctec.truncated_geometric(jax.random.PRNGKey(0), jnp.full(200_000, left), gamma))
-    assert draws.min() >= 1 and draws.max() <= left
-    expected = gamma ** np.arange(left) * (1 - gamma) / (1 - gamma**left)
-    frequency = np.bincount(draws, minlength=left + 1)[1:] / len(draws)
+@pytest.mark.parametrize("gamma,remaining", [(0.99, 1), (0.99, 500), (0.9, 7), (0.3, 20), (0.1, 3)])
+def test_offsets_are_truncated_geometric(gamma, remaining):
+    draws = np.asarray(ctec.truncated_geometric(jax.random.PRNGKey(0), jnp.full(200_000, remaining), gamma))
+    assert draws.min() >= 1 and draws.max() <= remaining
+    expected = gamma ** np.arange(remaining) * (1 - gamma) / (1 - gamma**remaining)
+    frequency = np.bincount(draws, minlength=remaining + 1)[1:] / len(draws)
     np.testing.assert_allclose(frequency, expected, atol=0.004)
     np.testing.assert_allclose(np.cumsum(frequency), np.cumsum(expected), atol=0.005)
 
 
-def test_nothing_left_gives_offset_zero_and_gamma_may_be_traced():
+def test_nothing_remaining_gives_offset_zero_and_gamma_may_be_traced():
     draw = jax.jit(lambda gamma: ctec.truncated_geometric(jax.random.PRNGKey(0), jnp.array([0, 0, 5]), gamma))
     offsets = draw(0.9)
     assert list(offsets[:2]) == [0, 0] and 1 <= offsets[2] <= 5
@@ -171,12 +172,10 @@ def test_infonce_by_hand():
     assert ctec.infonce(logits, jnp.zeros(2), 0.1) == 0.0
 
 
-def random_pairs(weight):
+def random_pairs(mask):
     key_anchor, key_positive = jax.random.split(jax.random.PRNGKey(9))
-    rows = len(weight)
-    return Pairs(
-        jax.random.normal(key_anchor, (rows, 6)), jax.random.normal(key_positive, (rows, 4)), jnp.array(weight)
-    )
+    rows = len(mask)
+    return Pairs(jax.random.normal(key_anchor, (rows, 6)), jax.random.normal(key_positive, (rows, 4)), jnp.array(mask))
 
 
 def numpy_encode(params, x):
@@ -417,14 +416,14 @@ def test_bins_and_first_visits_against_a_plain_loop(env):
                 step = ((iteration - 1) * steps + t + 1) * ARGS.num_envs
                 expected.setdefault(tuple(np.floor(some[t, n] / 0.5).astype(int).tolist()), step)
     assert visited_bins(coverage) == expected
-    assert ctec.coverage_metrics(coverage)["coverage"] == len(expected) > 300
+    assert np.sum(coverage.first_visit < ctec.NEVER) == len(expected) > 300
 
 
 def test_the_paper_s_number_of_bins_fits_the_hash_table():
     places = np.unique(np.random.default_rng(0).integers((-600, -600, 0), (600, 600, 40), (135_000, 3)), axis=0)
     positions = jnp.asarray(places * 0.5 + 0.25, jnp.float32)[None]
     coverage = mark_visited(ARGS, Space(), ctec.init_coverage(Space()), jnp.int32(1), positions)
-    assert 0.9999 * len(places) <= ctec.coverage_metrics(coverage)["coverage"] <= len(places)
+    assert 0.9999 * len(places) <= np.sum(coverage.first_visit < ctec.NEVER) <= len(places)
 
 
 def test_a_humanoid_outside_the_wall_counts():
@@ -452,7 +451,8 @@ def test_displacement_by_hand():
 def test_collect_counts_every_step_before_the_reset_and_resets_nothing_else(start):
     """Short episodes: what is stored must be a path of the true dynamics, and coverage must have each place on it."""
     args = dataclasses.replace(ARGS, unroll_length=30, episode_length=12)
-    state, metrics, frames = collect(args, ENV, start.replace(iteration=jnp.int32(1)), jax.random.PRNGKey(0))
+    state, metrics = collect(args, ENV, start)
+    assert state.iteration == 1 and len({tuple(key.tolist()) for key in (start.key, state.key, state.key_learn)}) == 3
     obs = np.asarray(state.replay.obs[:30])
     action = np.asarray(state.replay.action[:30])
     truncated = np.asarray(state.replay.truncated[:30])
@@ -472,12 +472,11 @@ def test_collect_counts_every_step_before_the_reset_and_resets_nothing_else(star
     for t, n in np.ndindex(30, 3):
         first.setdefault(tuple(bins[t, n].tolist()), 3 * (t + 1))
     assert visited_bins(state.coverage) == first
-    assert metrics == {"coverage": len(first), "episode_length": 12}
-    assert frames.shape == (30, 3, 2)
+    assert (metrics["coverage"], metrics["episode_length"], metrics["success"]) == (len(first), 12, 0)
 
     counts = np.unique(np.floor(obs[..., :2].reshape(-1, 2) / 0.5), axis=0, return_counts=True)[1]
     p = counts / counts.sum()
-    np.testing.assert_allclose(ctec.replay_entropy(ENV, state.replay), -(p * np.log(p)).sum(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["replay_entropy"], -(p * np.log(p)).sum(), rtol=1e-4)
 
 
 class Walker:
@@ -488,6 +487,9 @@ class Walker:
     position_size = 2
     grid_shape = (3, 2)
     grid_low = np.zeros(2, np.int32)
+    free_cells = [[0, 2]]
+    far_cell = (0, 2)
+    cell = 0.6
 
     def reset(self, key):
         place = jnp.stack([0.1 + 0.01 * jax.random.uniform(key), 0.25])
@@ -497,9 +499,6 @@ class Walker:
         place = state.physics + jnp.array([0.4, 0.0])
         return EnvState(place, place, place[0] > 1.0)
 
-    def frame(self, physics):
-        return physics[:1]
-
 
 def test_collect_keeps_the_last_place_and_never_the_reset():
     """Two walkers; the physics of the second blows up in its first step."""
@@ -507,20 +506,63 @@ def test_collect_keeps_the_last_place_and_never_the_reset():
     args = dataclasses.replace(ARGS, num_envs=2, unroll_length=5, episode_length=100)
     state = ctec.init_state(args, env)
     broken = state.env.replace(physics=state.env.physics.at[1, 1].set(jnp.nan))
-    state, metrics, _ = collect(args, env, state.replace(env=broken), jax.random.PRNGKey(0))
+    state, metrics = collect(args, env, state.replace(env=broken))
     terminated = np.asarray(state.replay.terminated[:5])
     assert terminated[:, 0].tolist() == [False, False, True, False, False]  # 0.5, 0.9, 1.3: dead
     assert terminated[:, 1].tolist() == [True, False, False, True, False]
     assert not state.replay.truncated.any()
     assert set(visited_bins(state.coverage)) == {(1, 0), (2, 0)}  # 1.3, before the reset; never the start
-    assert metrics == {"coverage": 2, "episode_length": (3 + 1 + 3) / 3}  # the broken one ends after its first step
+    assert metrics["coverage"] == 2
+    assert metrics["episode_length"] == (3 + 1 + 3) / 3  # the broken one ends after its first step
     assert np.isfinite(state.replay.obs).all()
     ends = np.asarray(ctec.index_trajectories(state.replay).ends)[-5:]
     assert ends[:, 0].tolist() == [2, 2, 2, 4, 4]
     assert ends[:, 1].tolist() == [0, 3, 3, 3, 4]
 
 
-def test_reward_map_is_the_mean_reward_of_the_replay_by_place(start):
+def test_the_goal_is_the_free_cell_with_the_longest_way():
+    for name in ctec.MAZES:
+        env = ctec.make_env(f"point_{name}_maze")
+        ways = [tuple((env.start / env.cell).astype(int))]  # breadth first
+        steps = {ways[0]: 0}
+        for x, y in ways:
+            for cell in ((x + 1, y), (x - 1, y), (x, y + 1), (x, y - 1)):
+                if not env.is_wall[cell] and cell not in steps:
+                    steps[cell] = steps[x, y] + 1
+                    ways.append(cell)
+        assert len(steps) == len(env.free_cells) and steps[tuple(env.far_cell)] == max(steps.values())
+    assert tuple(ENV.far_cell) == (3, 1)
+    around = jnp.array(
+        [[12.0, 4.0], [12.3, 4.3], [12.4, 4.4], [12.0, 4.6], [4.0, 12.0]]
+    )  # the cell's centre is (12, 4)
+    assert ctec.at_goal(ARGS, ENV, around).tolist() == [1, 1, 0, 0, 0]
+    assert ctec.at_goal(dataclasses.replace(ARGS, goal_cell=(1, 3)), ENV, around).tolist() == [0, 0, 0, 0, 1]
+    arm = ctec.make_env("arm_binpick_hard")
+    assert ctec.at_goal(ARGS, arm, jnp.zeros((2, 18))).tolist() == [0, 0]
+
+
+def test_task_and_intrinsic_reward_add_up(start, monkeypatch):
+    """All states are at the goal, where every step earns 1. Without an intrinsic reward its model does not learn."""
+    rewarded = []
+    monkeypatch.setattr(
+        ctec, "update_sac", lambda args, env, agent, batch, reward, key: (agent, rewarded.append(reward) or {})
+    )
+    replay = ctec.index_trajectories(
+        start.replay.replace(obs=start.replay.obs.at[..., :2].set(jnp.array([12.0, 4.0])), time=30)
+    )
+    for task, intrinsic in ((0.0, 1.0), (2.0, 0.5), (2.0, 0.0)):
+        args = dataclasses.replace(ARGS, batch_size=64, task_reward_coef=task, intrinsic_coef=intrinsic)
+        (_, model), _ = ctec.update(args, ENV, replay, start.agent, start.model, jax.random.PRNGKey(0))
+        changed = not np.array_equal(
+            model.params["phi"]["params"]["Dense_0"]["kernel"], start.model.params["phi"]["params"]["Dense_0"]["kernel"]
+        )
+        assert changed == (intrinsic > 0)
+    bonus, both, task_only = rewarded
+    assert np.all(bonus > 0) and np.all(task_only == 2)
+    np.testing.assert_allclose(both, 2 + 0.5 * bonus, rtol=1e-6)
+
+
+def test_reward_map_is_the_mean_reward_of_the_replay_by_place(start, tmp_path):
     """A replay of episodes of two steps, from one place to another: only the first place has a reward, that of its
     single future. The second ends its episode, is never rewarded, and is no place of the map."""
     args = dataclasses.replace(ARGS, reward_features="unit")
@@ -531,7 +573,9 @@ def test_reward_map_is_the_mean_reward_of_the_replay_by_place(start):
         truncated=jnp.broadcast_to(last[:, None] == 1, (40, 3)),
         time=jnp.int32(40),
     )
-    values = ctec.reward_map(args, ENV, start.replace(replay=replay))
+    ctec.save_reward_map(args, ENV, tmp_path, start.replace(replay=replay, iteration=jnp.int32(1)))
+    with np.load(tmp_path / "reward_map.npz") as maps:
+        values = maps[str(args.steps_per_iteration)]
     pair = Pairs(jnp.append(places[0], jnp.zeros(2))[None], places[1:], jnp.ones(1))
     reward = ctec.intrinsic_reward(start.model.params, args, pair)[0]
     np.testing.assert_allclose(values, [[8, 8, reward]], rtol=1e-3)  # a float32 sum of 2^15 rewards

@@ -4,11 +4,17 @@ import ast
 import importlib
 import re
 
+import jax
 import pytest
-from helpers import ROOT, SCRIPTS
+from helpers import ROOT, SCRIPTS, Game
+from stages import whole_iteration
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 HEADINGS = ["Overview", "Usage", "Explanation of the logged metrics", "Implementation details", "Results"]
+BONUSES = {
+    "etd_ppo": [dict(bonus=bonus) for bonus in ("etd", "ctec")],
+    "ctec_ppo_noisy_tv": [dict(bonus=bonus) for bonus in ("ctec", "rnd", "forward_error")],
+}
 by_name = dict(ids=lambda path: path.name)
 
 
@@ -92,13 +98,30 @@ def test_explanations_are_found():
         section(page, "three")
 
 
+def logged(module):
+    """The columns of metrics.csv: what Run and the stages of an iteration log, with every bonus that the script has."""
+    names = {"iteration", "steps", "seconds", "steps_per_second"}
+    env_name = "point_u_maze" if "point_u_maze" in getattr(module, "ENVS", ()) else module.Args().env
+    for bonus in BONUSES.get(module.__name__, ({},)):
+        args = module.Args(env=env_name, **bonus)
+        if hasattr(module, "make_noisy_tv"):
+            env = module.make_noisy_tv(args)
+        else:
+            env = module.make_env(args.env) if hasattr(module, "make_env") else Game()
+        state = jax.eval_shape(lambda args=args, env=env: module.init_state(args, env))
+        names |= set(jax.eval_shape(whole_iteration(module, args, env), state)[1])
+    return names
+
+
 @pytest.mark.parametrize("script", SCRIPTS, **by_name)
 def test_every_metric_is_explained(script):
     """By the script's page, or by those sections of runs.md to which its page sends the reader."""
     own = section((ROOT / "docs" / f"{script.stem}.md").read_text(), anchors(f"# {HEADINGS[2]}")[0])
     shared = (ROOT / "docs" / "runs.md").read_text()
     found = explained(own).union(*(explained(section(shared, name)) for name in re.findall(r"runs\.md#([\w-]+)", own)))
-    metrics = importlib.import_module(script.stem).METRICS
+    module = importlib.import_module(script.stem)
+    toys = "study case method round metric value".split()
+    metrics = logged(module) if hasattr(module, "RunState") else toys
     assert metrics and not [name for name in metrics if name not in found]
 
 

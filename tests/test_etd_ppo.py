@@ -17,8 +17,9 @@ from etd_ppo import EnvState, Pairs, Rollout
 SMALL = dict(env="point_u_maze", total_timesteps=8 * 16 * 6, num_envs=8, num_steps=16, episode_length=25, batch_size=32,
              memory_size=20, agent_width=16, encoder_width=16, representation_size=8)  # fmt: skip
 ENV = etd.make_any_env("point_u_maze")
-collect = jax.jit(etd.collect, static_argnums=(0, 1))
-update = jax.jit(etd.update, static_argnums=(0, 1))
+# without donation: a test looks at the state before the stage
+collect = jax.jit(etd.collect.__wrapped__, static_argnums=(0, 1))
+learn = jax.jit(etd.learn.__wrapped__, static_argnums=(0, 1))
 
 
 def small(**changes):
@@ -37,6 +38,18 @@ def shaken(state, by):
     """The state with an agent whose last layers are not 0, so that its values differ."""
     params = jax.tree.map(lambda x: x + by, state.agent.params)
     return state.replace(agent=state.agent.replace(params=params))
+
+
+@functools.cache
+def played(bonus):
+    """A rollout of 16 steps with episodes of 5, and one gradient step on all of it: the state before, the state after
+    the rollout, the rollout, the state after the gradient step, and the metrics of both stages. The pairs are each step
+    and its next state (gamma_cl near 0)."""
+    args = small(bonus=bonus, episode_length=5, update_epochs=1, batch_size=8 * 16, gamma_cl=1e-9, learning_rate=3e-3)
+    state = shaken(etd.init_state(args, ENV), 0.1)
+    rolled, rollout, collect_metrics = collect(args, ENV, state)
+    after, metrics = learn(args, ENV, rolled, rollout)
+    return args, state, rolled, rollout, after, collect_metrics, metrics
 
 
 def plain_distance(x, y):
@@ -105,7 +118,7 @@ def test_loss_by_hand():
     pairs = Pairs(
         anchor=jax.random.normal(key_anchor, (5, 4)),
         positive=jax.random.normal(key_positive, (5, 4)),
-        weight=jnp.array([1.0, 1, 0, 1, 1]),
+        mask=jnp.array([1.0, 1, 0, 1, 1]),
     )
     x = np.asarray(etd.MLP(16, 9).apply(params, pairs.anchor))[:, :-1]
     out = np.asarray(etd.MLP(16, 9).apply(params, pairs.positive))
@@ -114,7 +127,7 @@ def test_loss_by_hand():
     logits = np.array([[potential[j] - numpy_distance(x[i], y[j]) for j in range(5)] for i in range(5)])
     over_rows = np.log(np.exp(logits).sum(axis=1)) - np.diag(logits)
     over_columns = np.log(np.exp(logits).sum(axis=0)) - np.diag(logits)
-    counts = np.asarray(pairs.weight) > 0
+    counts = np.asarray(pairs.mask) > 0
     loss, metrics = etd.etd_loss(params, args, pairs)
     np.testing.assert_allclose(loss, ((over_rows + over_columns) / 2)[counts].mean(), atol=1e-4)
     np.testing.assert_allclose(metrics["contrastive_loss"], loss)
@@ -195,14 +208,14 @@ def test_memory_starts_with_the_first_state_and_nothing_of_the_last_episode():
 
 
 def test_standardisation_by_hand():
-    """The steps that are not known, whose rewards are 0, stay 0 and do not count: the others are 12 and 16, and then
+    """The steps that are not valid, whose rewards are 0, stay 0 and do not count: the others are 12 and 16, and then
     10 and 18."""
     args = small(reward_momentum=0.9)
-    known = jnp.array([[1.0, 0.0], [0.0, 1.0]])
-    moments, now, scaled = etd.standardize_known(args, jnp.zeros(2), 1, jnp.array([[12.0, 0.0], [0.0, 16.0]]), known)
+    valid = jnp.array([[1.0, 0.0], [0.0, 1.0]])
+    moments, now, scaled = etd.standardize_valid(args, jnp.zeros(2), 1, jnp.array([[12.0, 0.0], [0.0, 16.0]]), valid)
     np.testing.assert_allclose(moments, [14, 4])
     np.testing.assert_allclose(scaled, [[-1, 0], [0, 1]], rtol=1e-6)
-    moments, now, scaled = etd.standardize_known(args, moments, 2, jnp.array([[10.0, 0.0], [0.0, 18.0]]), known)
+    moments, now, scaled = etd.standardize_valid(args, moments, 2, jnp.array([[10.0, 0.0], [0.0, 18.0]]), valid)
     np.testing.assert_allclose(now, [14, 16])
     np.testing.assert_allclose(moments, [14, 5.2], rtol=1e-6)  # 0.9 * 4 + 0.1 * 16
     np.testing.assert_allclose(scaled, [[-4 / 5.2**0.5, 0], [0, 4 / 5.2**0.5]], rtol=1e-6)
@@ -306,8 +319,8 @@ def test_ctec_loss_and_reward_by_hand(similarity, temperature):
         reward = etd.ctec_reward(params, changed, key_states, states, action, done)
         distance = np.linalg.norm(factor * features(raw_phi) - features(raw_psi), ord=order, axis=-1)
         np.testing.assert_allclose(reward, np.where(done, 0, distance), atol=1e-5)
-        inputs = (key_states, states, action, done, None)
-        assert_none_changed(etd.intrinsic_reward(params, changed, *inputs), (reward, None))
+        rollout = Rollout(states, None, None, None, done, None)
+        assert_none_changed(etd.intrinsic_reward(params, changed, key_states, rollout, action, None), (reward, None))
 
     phi = unit(raw_phi)
     psi = unit(raw_psi)
@@ -384,31 +397,32 @@ def test_ppo_loss_by_hand():
     np.testing.assert_allclose(metrics["kl"], (ratio - 1 - np.log(ratio)).mean(), atol=1e-5)
 
 
-# --------------------------------------------------------------------------------------------- rollout and update
+# ---------------------------------------------------------------------------------------------- rollout and learn
 def test_collect_counts_places_and_values_what_was_cut_off():
     """Episodes of 5 steps in a rollout of 16: the state after a cut is valued before the reset, and every place is
     counted."""
-    args = small(episode_length=5)
-    state = shaken(etd.init_state(args, ENV), 0.3).replace(iteration=jnp.int32(1))
-    after, rollout, metrics, _ = collect(args, ENV, state, jax.random.PRNGKey(3))
+    _, state, after, rollout, _, metrics, _ = played("etd")
     done = np.asarray(rollout.done)
     age = np.asarray(state.episode_step) + np.arange(1, 17)[:, None]
     assert len(set(age[0])) > 2  # the first episodes are staggered
     np.testing.assert_array_equal(done, age % 5 == 0)
     np.testing.assert_array_equal(after.episode_step, age[-1] % 5)
+    np.testing.assert_array_equal(rollout.obs[0], state.env.obs)
+    np.testing.assert_array_equal(rollout.obs[-1], after.env.obs)
 
-    now = EnvState(rollout.obs, rollout.obs, jnp.zeros((16, 8), bool))
+    obs = rollout.obs[:-1]
+    now = EnvState(obs, obs, jnp.zeros((16, 8), bool))
     reached = jax.vmap(jax.vmap(ENV.step))(now, jnp.tanh(rollout.action)).obs  # (16, 8, 4), before any reset
     value = np.asarray(etd.ActorCritic(16, 4).apply(state.agent.params, reached)[1])
     assert (value != 0).all()
     np.testing.assert_allclose(rollout.final_value, np.where(done, value, 0.0), rtol=1e-4)
-    goes_on = ~done[:-1]
-    np.testing.assert_allclose(np.asarray(reached)[:-1][goes_on], np.asarray(rollout.obs)[1:][goes_on], atol=1e-5)
+    np.testing.assert_allclose(np.asarray(reached)[~done], np.asarray(rollout.obs)[1:][~done], atol=1e-5)
     places = np.floor(np.asarray(reached)[..., :2] / etd.BIN).reshape(-1, 2)
     visited = after.success.place[after.success.first_visit < etd.NEVER]
     assert set(map(tuple, visited.tolist())) == set(map(tuple, places.tolist()))
     assert metrics["coverage"] == len(visited)
     assert metrics["episode_length"] == 5
+    assert after.iteration == 1
 
 
 def test_a_step_that_ends_badly():
@@ -422,27 +436,22 @@ def test_a_step_that_ends_badly():
 
     args = small()
     env = Fragile("u")
-    state = shaken(etd.init_state(args, env), 0.5)
-    after, rollout, *_ = collect(args, env, state, jax.random.PRNGKey(0))
+    after, rollout, _ = collect(args, env, shaken(etd.init_state(args, env), 0.5))
     bad = np.asarray((jnp.tanh(rollout.action) > 0.9).any(axis=-1))
     assert bad.sum() > 3
     assert np.asarray(rollout.done)[bad].all()
     assert (np.asarray(rollout.final_value)[bad] == 0).all()
-    _, metrics = update(args, env, after.replace(iteration=jnp.int32(1)), rollout, jax.random.PRNGKey(1))
+    _, metrics = learn(args, env, after, rollout)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((after.env.obs, rollout, metrics)))
 
 
 @pytest.mark.parametrize("bonus", ["etd", "ctec"])
-def test_update_against_its_parts(bonus):
-    """One gradient step with the whole rollout, so that the losses are those before any change. The pairs are each
-    step and its next state (gamma_cl near 0); the advantages are of the standardised reward plus the discounted value
-    after a cut. An episode's last step, of reward 0, is left out of the mean and deviation, and stays 0."""
-    args = small(bonus=bonus, episode_length=5, update_epochs=1, batch_size=8 * 16, gamma_cl=1e-9)
-    state = shaken(etd.init_state(args, ENV), 0.1).replace(iteration=jnp.int32(1))
-    played, rollout, *_ = collect(args, ENV, state, jax.random.PRNGKey(0))
-    after, metrics = update(args, ENV, played, rollout, jax.random.PRNGKey(1))
-
-    states = jnp.concatenate([rollout.obs, played.env.obs[None]])
+def test_learning_against_its_parts(bonus):
+    """One gradient step with the whole rollout, so that the losses are those before any change. The advantages are of
+    the standardised reward plus the discounted value after a cut. An episode's last step, of reward 0, is left out of
+    the mean and deviation, and stays 0."""
+    args, state, _, rollout, after, _, metrics = played(bonus)
+    states = rollout.obs
     action = jnp.tanh(rollout.action)
     done = np.asarray(rollout.done)
     params = state.model.params
@@ -475,9 +484,9 @@ def test_update_against_its_parts(bonus):
     flat = lambda x: jnp.reshape(x, (-1, *x.shape[2:]))
     target = advantage + value
     advantage = (advantage - advantage.mean()) / advantage.std()
-    inputs = jax.tree.map(flat, (rollout, advantage, target))
+    inputs = jax.tree.map(flat, (rollout.replace(obs=states[:-1]), advantage, target))
     _, expected = etd.ppo_rows_loss(state.agent.params, args, ENV, *inputs)
-    obs = flat(rollout.obs)
+    obs = flat(states[:-1])
     anchor = obs if bonus == "etd" else jnp.concatenate([obs, flat(action)], axis=-1)
     future = jnp.where(done[..., None], states[:-1], states[1:])
     loss_fn = etd.etd_loss if bonus == "etd" else etd.ctec_loss
@@ -486,17 +495,25 @@ def test_update_against_its_parts(bonus):
     for name, x in expected.items():
         atol = 0.03 if name == "accuracy" else 1e-4  # a few of 103 rows have two logits that rounding exchanges
         np.testing.assert_allclose(metrics[name], x, rtol=1e-3, atol=atol, err_msg=name)
-    assert set(metrics) - set(expected) <= {"memory_overflow"}
+    assert set(metrics) - set(expected) - {"memory_overflow"} == {"parameter_norm"}
+    squares = sum(jnp.sum(x**2) for x in jax.tree.leaves((after.agent.params, after.model.params)))
+    np.testing.assert_allclose(metrics["parameter_norm"], jnp.sqrt(squares), rtol=1e-5)
     assert_all_changed(state.agent.params, after.agent.params)
     assert_all_changed(params, after.model.params)
+
+
+def test_encoders_and_agent_have_step_sizes_of_their_own():
+    """Adam's first step changes a parameter by its step size, or, where the gradient is as small as eps, by less."""
+    _, state, _, _, after, _, _ = played("etd")
+    largest = lambda a, b: max(float(jnp.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
+    np.testing.assert_allclose(largest(state.agent.params, after.agent.params), 3e-3, rtol=0.02)
+    np.testing.assert_allclose(largest(state.model.params, after.model.params), 1e-4, rtol=0.02)
 
 
 def test_advantages_are_normalised_over_the_rollout(monkeypatch):
     """What the gradient steps of an epoch get, together: mean 0 and deviation 1. A batch alone has others. The targets
     of the values are not normalised."""
-    args = small(update_epochs=1, episode_length=5, batch_size=32)
-    state = shaken(etd.init_state(args, ENV), 0.1).replace(iteration=jnp.int32(1))
-    played, rollout, *_ = collect(args, ENV, state, jax.random.PRNGKey(0))
+    args, _, rolled, rollout, *_ = played("etd")
     loss = etd.ppo_rows_loss
 
     def loss_and_inputs(params, args, env, rollout, advantage, target):
@@ -505,22 +522,12 @@ def test_advantages_are_normalised_over_the_rollout(monkeypatch):
         return value, metrics | dict(zip(("mean", "square", "variance_of_batch", "raw_mean"), moments))
 
     monkeypatch.setattr(etd, "ppo_rows_loss", loss_and_inputs)
-    _, metrics = etd.update(args, ENV, played, rollout, jax.random.PRNGKey(1))
+    small_batches = dataclasses.replace(args, batch_size=32)
+    _, metrics = etd.learn.__wrapped__(small_batches, ENV, rolled, rollout)
     np.testing.assert_allclose(metrics["mean"], 0, atol=1e-5)
     np.testing.assert_allclose(metrics["square"], 1, rtol=1e-4)
     assert metrics["variance_of_batch"] < 0.999
     assert abs(metrics["raw_mean"]) > 0.1
-
-
-def test_encoders_and_agent_have_step_sizes_of_their_own():
-    """Adam's first step changes a parameter by its step size, or, where the gradient is as small as eps, by less."""
-    args = small(update_epochs=1, batch_size=8 * 16, learning_rate=3e-3, encoder_learning_rate=1e-4)
-    state = shaken(etd.init_state(args, ENV), 0.1).replace(iteration=jnp.int32(1))
-    played, rollout, *_ = collect(args, ENV, state, jax.random.PRNGKey(0))
-    after, _ = update(args, ENV, played, rollout, jax.random.PRNGKey(1))
-    largest = lambda a, b: max(float(jnp.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
-    np.testing.assert_allclose(largest(state.agent.params, after.agent.params), 3e-3, rtol=0.02)
-    np.testing.assert_allclose(largest(state.model.params, after.model.params), 1e-4, rtol=0.02)
 
 
 # --------------------------------------------------------------------------------------------------- whole runs
@@ -540,14 +547,14 @@ def test_a_run_and_the_same_run_resumed(changes, tmp_path, capsys):
     whole = etd.main(args)
     out = capsys.readouterr().out
     assert re.search(r"rollout [\d.]+ MB, episodic memory [\d.]+ MB", out)
-    assert "coverage.png, rollout.png" in out
+    assert re.search(r"\ncoverage [\d,]+ of \d+ bins after 768 steps in 00:\d\d\npictures coverage.png\nfolder   ", out)
+    assert out.endswith(f"\nplay     python evaluate.py {whole['folder']}\n")
     table = rows(whole["folder"])
     assert len(table) == 6
     assert whole["coverage"] >= float(table[0]["coverage"]) > 0
-    other = {*etd.ACHIEVEMENTS, "achievements", "crafter_score", "episodes"}
-    other |= {"tau"} if args.bonus == "etd" else {"memory_overflow"}
-    for row in table:  # from the first iteration on, all that this bonus and this environment have
-        assert {name for name, value in row.items() if value == ""} == other
+    assert not {"achievements", *etd.ACHIEVEMENTS} & table[0].keys()  # the columns are this environment's and bonus's
+    assert ("tau" in table[0], "memory_overflow" in table[0]) == (args.bonus == "ctec", args.bonus == "etd")
+    assert all(value != "" for row in table for value in row.values())
     assert_resumed_is_the_same_run(args, whole, tmp_path)
 
 
@@ -560,26 +567,29 @@ def test_craftax_from_end_to_end_and_resumed(tmp_path, capsys):
     assert whole["episodes"] == 8  # cut off twice in each of the four
     assert whole["episode_length"] == 30
     np.testing.assert_allclose(whole["achievements"], sum(float(last[name]) for name in etd.ACHIEVEMENTS), rtol=1e-5)
-    assert last["coverage"] == ""
+    assert "coverage" not in last
     assert (Path(whole["folder"]) / "achievements.png").exists()
     assert_resumed_is_the_same_run(args, whole, tmp_path)
 
 
 # -------------------------------------------------------------------------------------------------- bad arguments
 BAD = {
-    "small memory": (["--memory-size", "8", "--num-steps", "16"], "--memory-size 8: it must be at least"),
-    "odd size": (["--representation-size", "7"], "--representation-size 7: it must be even"),
-    "batch of one": (["--batch-size", "1"], "--batch-size 1: it must be at least 2"),
-    "batch above the rollout": (["--batch-size", "64", "--num-envs", "1", "--num-steps", "32"], "--batch-size 64"),
-    "momentum of one": (["--reward-momentum", "1"], "--reward-momentum 1.0: it must be below 1"),
-    "inf": (["--learning-rate", "inf"], "--learning-rate inf: it must be a finite number"),
+    "small memory": (["--memory-size", "8", "--num-steps", "16"], "--memory-size 8 must be at least num_steps"),
+    "odd size": (["--representation-size", "7"], "--representation-size 7 must be even"),
+    "batch of one": (["--batch-size", "1"], "--batch-size 1 must be at least 2"),
+    "batch above the rollout": (["--batch-size", "64", "--num-envs", "1", "--num-steps", "32"], "--batch-size 64 must"),
+    "no environment": (["--num-envs", "0"], "--num-envs 0 must be above 0"),
+    "momentum of one": (["--reward-momentum", "1"], "--reward-momentum 1.0 must be below 1"),
+    "long discount": (["--gae-lambda", "1.5"], "--gae-lambda 1.5 must be at most 1"),
+    "inf": (["--learning-rate", "inf"], "--learning-rate inf must be finite"),
+    "nan": (["--gamma-cl", "nan"], "--gamma-cl nan must be above 0"),
     "missing folder": (["--resume", "/nowhere"], "/nowhere"),
     "does not fit": (["--num-envs", "100000000000"], "fewer --num-envs (now 100000000000)"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_number_that_makes_no_sense_is_one_line(case, tmp_path, capsys, monkeypatch):
+def test_an_out_of_range_argument_is_one_line(case, tmp_path, capsys, monkeypatch):
     arguments, words = BAD[case]
     monkeypatch.chdir(tmp_path)
     code, message = failure(capsys, etd, ["--env", "point_u_maze", *arguments])
@@ -605,17 +615,22 @@ def test_wrong_flags_get_tyros_message(arguments, words, capsys):
         assert word in message
 
 
-def test_an_odd_size_and_a_small_memory_do_not_matter_to_ctec():
-    etd.check_etd_args(small(bonus="ctec", representation_size=7, memory_size=8))
+def test_what_is_valid_is_not_refused():
+    etd.check_args(small(bonus="ctec", representation_size=7, memory_size=8))
+    etd.check_args(small(gamma=1.0, gae_lambda=0.0, reward_momentum=0.0, entropy_coef=0.0, value_coef=0.0, seed=0))
+    etd.check_args(small(gae_lambda=1.0, batch_size=8 * 16, checkpoint_minutes=0.0, logsumexp_penalty=0.0))
 
 
 def test_presets_can_run():
     for name in (*etd.ENVS, "craftax_classic"):
         for preset in etd.PRESETS:
             args = etd.parse_args(["--env", name, "--preset", preset])
-            etd.check_etd_args(args)
+            etd.check_args(args)
             assert args.batch_size <= args.num_envs * args.num_steps
             assert args.memory_size >= args.num_steps
             assert (args.num_envs, args.num_steps) == {"paper": (256, 512), "laptop": (32, 512)}[preset]
-    assert etd.parse_args(["--env", "craftax_classic"]).similarity == "l2"
+    for preset in etd.PRESETS:
+        args = etd.parse_args(["--env", "craftax_classic", "--preset", preset, "--num-steps", "64"])
+        assert (args.similarity, args.reward_features, args.episode_length) == ("l2", "unit", 10_000)
+        assert args.num_steps == 64  # explicit flags win
     assert etd.parse_args(["--env", "humanoid_u_maze"]).batch_size == 256

@@ -45,5 +45,5 @@ def test_a_configuration_from_end_to_end(capsys):
     header, _, row, *run = capsys.readouterr().out.splitlines()
     row = dict(zip(header.split("|"), row.split("|")))
     assert int(row[" steps of loops "]) == 16 + 4 * (1 + 1 + 1)  # 4 gradient steps, with 8 features in one step
-    assert row[" not donated, GB "] == " 0.00 "  # metrics and frames, but not the state
+    assert row[" not donated, GB "] == " 0.00 "  # the metrics, but not the state
     assert "an iteration of 128 steps" in run[0] and "GB with it" in run[1]

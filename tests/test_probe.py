@@ -20,7 +20,7 @@ def test_a_reward_of_three_and_a_tenth_a_metre(monkeypatch, tmp_path, capsys):
     state = state.replace(replay=state.replay.replace(obs=obs, time=jnp.int32(rows)), iteration=jnp.int32(7))
 
     def known_reward(params, args, pairs):
-        return pairs.weight * (3 + 0.1 * jnp.linalg.norm(pairs.anchor[:, :2] - ENV.start, axis=-1))
+        return pairs.mask * (3 + 0.1 * jnp.linalg.norm(pairs.anchor[:, :2] - ENV.start, axis=-1))
 
     monkeypatch.setattr(ctec, "intrinsic_reward", known_reward)
     _, distance, way, offset, weight = (np.asarray(x) for x in probe.sample_rewards(ARGS, ENV, state))

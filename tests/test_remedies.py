@@ -103,5 +103,5 @@ def test_the_distance_from_the_start_is_the_reward(monkeypatch):
     offsets = jnp.array([[3.0, 4.0], [-5.0, 12.0], [0.0, 0.0], [1.0, 0.0]])
     states = jnp.zeros((4, ENV.state_size)).at[:, :2].set(ENV.start + offsets)
     anchor = jnp.concatenate([states, jnp.ones((4, ENV.action_size))], axis=-1)
-    pairs = ctec.Pairs(anchor=anchor, positive=states + 9, weight=jnp.array([1.0, 1, 1, 0]))
+    pairs = ctec.Pairs(anchor=anchor, positive=states + 9, mask=jnp.array([1.0, 1, 1, 0]))
     np.testing.assert_allclose(reward(None, ARGS, pairs), [5, 13, 0, 0], atol=1e-5)

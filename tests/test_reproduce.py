@@ -2,7 +2,6 @@
 
 import csv
 import importlib
-import inspect
 import os
 import shlex
 import shutil
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 
 import numpy as np
 import pytest
@@ -88,7 +86,7 @@ def fake_method(label, flags=""):
 def test_a_study_from_nothing_to_table_csv_and_picture(monkeypatch, tmp_path, capsys):
     methods = (
         Method("C-TeC", "ctec_sac_brax", TINY_CTEC, 0.005),
-        Method("no bonus", "mbrl_sac_brax", TINY_MODEL, 0.005, kind="no_bonus"),
+        Method("no bonus", "mbrl_sac_brax", f"{TINY_MODEL} --intrinsic-coef 0", 0.005),
     )
     study = add_study(monkeypatch, "tiny", *methods, seeds=(3,))
     args = Args(studies=("tiny",), jobs=1, **folders(tmp_path))
@@ -106,7 +104,6 @@ def test_a_study_from_nothing_to_table_csv_and_picture(monkeypatch, tmp_path, ca
         assert {row["version"] for row in rows if row["method"] == method.label} == {run.version}
     blob = subprocess.run(["git", "hash-object", "ctec_sac_brax.py"], cwd=ROOT, capture_output=True, text=True).stdout
     assert not blob or blob.startswith(Run(methods[0], 3, args.run_dir).version)
-    assert "no_bonus" in str(Run(methods[1], 3, args.run_dir).script_folder("metrics.csv"))
     assert (tmp_path / "docs" / "images" / "tiny.png").stat().st_size > 10_000
     page = (tmp_path / "docs" / "results.md").read_text()
     assert "<!-- reproduce:tiny -->" in page and "![tiny](images/tiny.png)" in page
@@ -120,20 +117,6 @@ def test_a_study_from_nothing_to_table_csv_and_picture(monkeypatch, tmp_path, ca
     assert (tmp_path / "docs" / "images" / "tiny.png").exists()
     assert (tmp_path / "docs" / "results.md").read_text() == page
     assert report.section("tiny", study, rows) in page
-
-
-def test_without_a_bonus_the_reward_is_zero(monkeypatch):
-    import mbrl_sac_brax
-
-    names = list(inspect.signature(mbrl_sac_brax.update_sac).parameters)
-    assert names == ["args", "env", "agent", "batch", "reward", "key"]
-    stub = types.ModuleType("stub_sac_brax")
-    stub.update_sac = lambda args, env, agent, batch, reward, key: reward
-    stub.parse_args = lambda flags: mbrl_sac_brax.Args(run_dir=flags[1])
-    stub.main = lambda args: (args.run_dir, stub.update_sac(args, None, None, None, np.ones(3), None))
-    monkeypatch.setitem(sys.modules, "stub_sac_brax", stub)
-    run_dir, reward = reproduce.train_without_bonus("stub_sac_brax", "--run-dir", "runs")
-    assert run_dir == "runs/no_bonus" and list(reward) == [0, 0, 0]
 
 
 def study_process(tmp_path, flags):
@@ -332,6 +315,25 @@ def test_interquartile_means_and_intervals_are_rliables():
     np.testing.assert_allclose(ours, intervals["C-TeC"].ravel(), atol=0.05)
 
 
+def test_the_statistics_of_the_stored_race_are_rliables():
+    """Interquartile mean and probability of improvement, which rliable computes with SciPy's Mann-Whitney U."""
+    from rliable import metrics
+
+    rows = report.read_csv(ROOT / "results" / "race.csv")
+    values = {}
+    for _, method, by_seed in report.entries(reproduce.STUDIES["race"], rows, "point_hardest_maze"):
+        values[method.label] = np.array(list(by_seed.values()))
+    ctec = values.pop("C-TeC")
+    assert len(values) >= 5 and len(ctec) >= 5
+    for label, other in values.items():
+        np.testing.assert_allclose(
+            report.interquartile_mean(other), metrics.aggregate_iqm(other[:, None]), err_msg=label
+        )
+        theirs = metrics.probability_of_improvement(ctec[:, None], other[:, None])
+        np.testing.assert_allclose(report.probability_of_improvement(ctec, other), theirs, err_msg=label)
+    assert report.probability_of_improvement(np.array([1.0, 2.0]), np.array([1.0, 1.0])) == 0.75
+
+
 def made_up_rows(study, name, seeds, means, steps=(10, 20, 30)):
     rows = []
     for method in study.methods:
@@ -348,7 +350,7 @@ def test_a_table_says_how_sure_it_is():
     means = {"C-TeC": 100, "C-TeC unit": 150, "ETD": 200, "random": 100}
     many = "\n".join(report.table(study, made_up_rows(study, "etd", range(10, 15), means), "point_hardest_maze"))
     assert "| C-TeC | 100 101 102 103 104 | 102 ± 1 | 102 [100, 104] |  |" in many
-    assert "| 100 [98, 102] |" in many and "| 0 [-2, 2] |" in many  # ETD and random minus C-TeC
+    assert "| 100 [98, 102] | 0.00 |" in many and "| 0 [-2, 2] | 0.50 |" in many  # ETD and random minus C-TeC
     few = "\n".join(report.table(study, made_up_rows(study, "etd", (10, 11), means), "point_hardest_maze"))
     assert "IQM" not in few and "| ETD | 200 201 | 200 ± 0 | 100 ± 1 |" in few
 
