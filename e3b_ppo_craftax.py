@@ -32,7 +32,6 @@ docs/e3b_ppo_craftax.md
 # ]
 # ///
 
-import collections
 import contextlib
 import dataclasses
 import errno
@@ -40,6 +39,7 @@ import functools
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -63,8 +63,7 @@ from tqdm import tqdm
 @dataclasses.dataclass(frozen=True)
 class Args:
     env: Literal["craftax_classic"] = "craftax_classic"  # environment: Craftax-Classic-Symbolic-v1
-    # paper: the published sizes. laptop: the same algorithm in minutes on a CPU. Explicit flags win over it
-    preset: Literal["paper", "laptop"] = "paper"
+    preset: Literal["paper", "laptop"] = "paper"  # published sizes, or minutes on a CPU; explicit flags win over it
     seed: int = 1  # seed of everything random
     total_timesteps: int = 1_000_000_000  # environment steps, all environments together (paper Table 5)
     resume: str = ""  # folder of an earlier run: go on from its checkpoint, with its arguments
@@ -113,14 +112,6 @@ class Args:
     def first_update(self):
         """The iteration with PPO's first gradient steps."""
         return self.random_iterations + 1
-
-
-PRESETS = {  # what a preset changes
-    "paper": {"all": {}},
-    "laptop": {"all": dict(total_timesteps=2_500_000, num_envs=64, reset_ratio=128, agent_width=128, learning_rate=5e-4,
-                           entropy_coef=0.05, intrinsic_coef=0.1, feature_dim=32, model_learning_rate=1e-3,
-                           model_epochs=2, model_minibatches=32, checkpoint_minutes=2.0)},
-}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------- networks
@@ -636,10 +627,9 @@ def start_jax(args):
         if jax.process_index() > 0:
             sys.stdout = open(os.devnull, "w")  # the first process speaks for all
     if not jax.config.jax_compilation_cache_dir:
-        cpuinfo = Path("/proc/cpuinfo")
-        lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-        kind = "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
-        cache = Path.home() / ".cache" / "ctec_jax" / f"{zlib.crc32(kind.encode()):08x}"
+        cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+        features = re.search("^(flags|Features).*|$", cpuinfo, re.M).group()
+        cache = Path.home() / ".cache" / "ctec_jax" / f"{zlib.crc32(features.encode()):08x}"
         jax.config.update("jax_compilation_cache_dir", str(cache))
 
 
@@ -659,43 +649,31 @@ def write_atomically(path, write):
         temporary.unlink(missing_ok=True)
 
 
-def leaf_name(path):
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def named_leaves(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
 
 
 def save_checkpoint(path, state):
     """Every array of the state under its name. np.savez fetches and writes them one after the other."""
-    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(all_gather(state))}
+    leaves = named_leaves(all_gather(state))
     write_atomically(path, lambda file: np.savez(file, **leaves))
 
 
 def load_checkpoint(path, template):
     """The state in path, whose arrays must have the names, shapes and dtypes of template."""
-
-    def restore(name, expected):
-        array = file[leaf_name(name)]
-        if (array.shape, array.dtype) != (expected.shape, expected.dtype):
-            found = f"{array.dtype}{list(array.shape)}, not {expected.dtype}{list(expected.shape)}"
-            raise ValueError(f"{leaf_name(name)} is {found}")
-        return jnp.array(array)
-
+    kind = lambda x: f"{x.dtype}{list(x.shape)}"
+    leaves = []
     try:
         with np.load(path, allow_pickle=False) as file:
-            return jax.tree_util.tree_map_with_path(restore, template)
+            for name, expected in named_leaves(template).items():
+                array = file[name]
+                if kind(array) != kind(expected):
+                    raise ValueError(f"{name} is {kind(array)}, not {kind(expected)}")
+                leaves.append(jnp.array(array))
     except Exception as error:  # missing, truncated and mismatched files raise different exceptions
         fail(f"{path} is no checkpoint of this run ({error}): put a copy in its place, or start without --resume")
-
-
-def read_metrics(path, columns, iteration):
-    """The lines of metrics.csv up to an iteration."""
-    try:
-        header, *lines = path.read_text().splitlines()
-    except (OSError, ValueError) as error:
-        fail(f"{path}: {error}; it belongs to the checkpoint beside it")
-    if header.split(",") != columns:
-        fail(f"{path} is of another version of this script")
-    whole = [line for line in lines if line.count(",") == header.count(",")]  # a kill may have cut the last one
-    return [line for line in whole if int(line.split(",")[0]) <= iteration]
+    return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
 def nbytes(tree):
@@ -707,25 +685,21 @@ def start_run(args, init, buffers):
     says in words what takes the memory."""
     template = jax.eval_shape(init)
     device = jax.local_devices()[0]
-    limits = device.memory_stats() or {}  # a CPU has none
-    memory = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / 1e9
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = (device.memory_stats() or {}).get("bytes_limit", installed) / 1e9  # a CPU has no statistics
     needed = nbytes(template) / jax.device_count() / 1e9
     if needed > memory:
         sizes = f"the run's state needs {needed:,.1f} GB, the device ({device.platform}) has {memory:,.1f} GB"
         fail(f"{sizes}: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
-    state = None
     name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(args.resume or Path(args.run_dir) / name)
-    if args.resume:
-        state = load_checkpoint(folder / "checkpoint.npz", template)
-        if state.iteration >= args.num_iterations:
-            fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    elif jax.process_index() == 0:
-        try:
-            folder.mkdir(parents=True)
-        except OSError as error:
-            fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
-
+    state = load_checkpoint(folder / "checkpoint.npz", template) if args.resume else None
+    if state and state.iteration >= args.num_iterations:
+        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
+    try:
+        folder.mkdir(parents=True, exist_ok=bool(args.resume) or jax.process_index() > 0)
+    except OSError as error:
+        fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
     devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
     print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
@@ -749,50 +723,44 @@ def compile_stage(stage, *inputs):
     return compiled, list(stage.eval_shape(*inputs)[-1])
 
 
-class Run(contextlib.AbstractContextManager):
+class Run(contextlib.ExitStack):
     """What surrounds the iterations: metrics.csv, checkpoints, progress, wandb. Inside `with`, Ctrl-C and SIGTERM end
     the run after an iteration, with a checkpoint. Only the first process writes."""
 
     def __init__(self, args, folder, state, metric_names):
+        super().__init__()
         self.args = args
         self.folder = folder
         self.iteration = int(state.iteration)
         self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
+        self.recent = []  # seconds of the latest 20 iterations, from the first update on
+        self.signals = []
+        self.wandb = None
+        first = jax.process_index() == 0
         path = folder / "metrics.csv"
-        lines = read_metrics(path, self.columns, self.iteration) if args.resume else []
-        self.seconds = float(lines[-1].split(",")[2]) if lines else 0.0
-        self.recent = collections.deque(maxlen=20)  # seconds of the latest iterations, from the first update on
+        lines = path.read_text().splitlines()[: 1 + self.iteration] if path.exists() else [",".join(self.columns)]
+        if lines[0] != ",".join(self.columns) or len(lines) <= self.iteration:
+            fail(f"{path} lacks columns or rows of the checkpoint beside it: is it of another version of this script?")
+        self.seconds = float(lines[-1].split(",")[2]) if self.iteration else 0.0
         config = dataclasses.asdict(args) | {"resume": "", "distributed": False}
         write_atomically(folder / "args.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
-        table = "".join(f"{line}\n" for line in [",".join(self.columns), *lines])
-        write_atomically(path, lambda file: file.write(table.encode()))
-        first = jax.process_index() == 0
-        self.file = open(path if first else os.devnull, "a")
-        self.wandb = None
+        write_atomically(path, lambda file: file.writelines(f"{line}\n".encode() for line in lines))
+        self.file = self.enter_context(open(path if first else os.devnull, "a"))
+        self.bar = self.enter_context(tqdm(
+            total=args.num_iterations, initial=self.iteration, disable=not first,
+            mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
+            bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}"))  # fmt: skip
         if args.track and first:
             import wandb
 
             names = dict(project=args.wandb_project_name, entity=args.wandb_entity, id=folder.name)
             self.wandb = wandb.init(**names, resume="allow", config=config, dir=folder)
-        self.bar = tqdm(total=args.num_iterations, initial=self.iteration, disable=not first,
-                        mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
-                        bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}")  # fmt: skip
-        self.signals = []
-        receive = lambda number, _: self.signals.append(signal.Signals(number))
-        self.handlers = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+            self.callback(self.wandb.finish)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.signal(number, lambda number, _: self.signals.append(signal.Signals(number)))
+            self.callback(signal.signal, number, handler)
         self.saved = time.time()
         self.began = time.time()
-
-    def __exit__(self, *_):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-        self.bar.close()
-        self.file.close()
-        if self.wandb:
-            from wandb import Image
-
-            self.wandb.log({path.stem: Image(str(path)) for path in sorted(self.folder.glob("*.png"))})
-            self.wandb.finish()
 
     def log(self, metrics):
         """Add a row to metrics.csv and return it. A metric that is not finite ends the run; but there is no episode
@@ -801,9 +769,7 @@ class Run(contextlib.AbstractContextManager):
         spent = time.time() - self.began
         self.seconds += spent
         self.iteration += 1
-        if self.iteration <= self.args.first_update:
-            self.recent.clear()
-        self.recent.append(spent)
+        self.recent = [*self.recent[-19:], spent] if self.iteration > self.args.first_update else [spent]
         rate = len(self.recent) * self.args.steps_per_iteration / sum(self.recent)
         row = {"iteration": self.iteration, "steps": self.iteration * self.args.steps_per_iteration}
         row |= {"seconds": round(self.seconds, 1), "steps_per_second": round(rate, 1)}
@@ -813,8 +779,7 @@ class Run(contextlib.AbstractContextManager):
             self.bar.close()
             words = f"iteration {self.iteration}: {', '.join(broken)}"
             fail(f"{words}; the last good checkpoint, if any, is kept in {self.folder}", code=1)
-        self.file.write(",".join(str(row.get(name, "")) for name in self.columns) + "\n")
-        self.file.flush()
+        print(*(row.get(name, "") for name in self.columns), sep=",", file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(row, step=row["steps"])
         name = "coverage" if "coverage" in row else "achievements"
@@ -836,6 +801,10 @@ class Run(contextlib.AbstractContextManager):
                     raise
                 tqdm.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
             self.saved = time.time()
+        if self.wandb and (stopped or last):
+            from wandb import Image
+
+            self.wandb.log({path.stem: Image(str(path)) for path in sorted(self.folder.glob("*.png"))})
         if stopped and not last:
             self.bar.close()
             by = self.signals[0] if self.signals else signal.SIGTERM  # which another process received
@@ -872,6 +841,14 @@ def save_bars(folder, title, bars):
 
 
 # -------------------------------------------------------------------------------------------------------- main
+PRESETS = {  # what a preset changes
+    "paper": {"all": {}},
+    "laptop": {"all": dict(total_timesteps=2_500_000, num_envs=64, reset_ratio=128, agent_width=128, learning_rate=5e-4,
+                           entropy_coef=0.05, intrinsic_coef=0.1, feature_dim=32, model_learning_rate=1e-3,
+                           model_epochs=2, model_minibatches=32, checkpoint_minutes=2.0)},
+}  # fmt: skip
+
+
 def parse_args(argv=None):
     """Explicit flags win over the preset, and with --resume over the arguments of the earlier run."""
     parse = functools.partial(tyro.cli, Args, args=argv, description=__doc__)

@@ -33,7 +33,6 @@ Metrics, implementation details and results: docs/etd_ppo.md
 # ]
 # ///
 
-import collections
 import contextlib
 import dataclasses
 import errno
@@ -42,6 +41,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -78,8 +78,7 @@ ENVS = ("point_u_maze", "point_large_maze", "point_hardest_maze", "ant_u_maze", 
 class Args:
     env: Literal[(*ENVS, "craftax_classic")] = "ant_hardest_maze"  # environment
     bonus: Literal["etd", "ctec"] = "etd"  # the intrinsic reward, which is the only one
-    # paper: the published sizes. laptop: the same algorithm in minutes on a CPU. Explicit flags win over it
-    preset: Literal["paper", "laptop"] = "paper"
+    preset: Literal["paper", "laptop"] = "paper"  # published sizes, or minutes on a CPU; explicit flags win over it
     seed: int = 1  # seed of everything random
     total_timesteps: int = 500_000_000  # environment steps, all environments together (paper Table 2)
     resume: str = ""  # folder of an earlier run: go on from its checkpoint, with its arguments
@@ -114,10 +113,8 @@ class Args:
     memory: Literal["embeddings", "observations"] = "embeddings"  # of ETD: as first encoded (stale); exact, slower
     memory_size: int = 1000  # states of an episode that ETD keeps; of a longer one the latest
     similarity: Literal["l1", "l2"] = "l1"  # C-TeC's: minus this distance (paper: L1 on the robots, L2 in Craftax)
-    # normalise representations for the reward. batch: each feature over the batch (authors' code). unit: rows (text)
-    reward_features: Literal["batch", "unit"] = "batch"
-    # phi: divide phi by tau before the distance, in loss and reward (authors' code). logits: C / tau in the loss (text)
-    temperature: Literal["phi", "logits"] = "phi"
+    reward_features: Literal["batch", "unit"] = "batch"  # for the reward normalise features (code) or rows (text)
+    temperature: Literal["phi", "logits"] = "phi"  # tau divides phi in loss and reward (code), or the logits (text)
     logsumexp_penalty: float = 0.0  # weight of mean(logsumexp^2) in C-TeC's loss (authors' launch script; Table 3: 0.1)
 
     @property
@@ -131,15 +128,6 @@ class Args:
     @property
     def first_update(self):
         return 1
-
-
-CRAFTAX = dict(episode_length=10_000, similarity="l2", reward_features="unit")
-# fewer environments rather than shorter rollouts: futures end with a rollout
-LAPTOP = dict(total_timesteps=1_000_000, num_envs=32, batch_size=256, encoder_width=256, checkpoint_minutes=2.0)
-PRESETS = {  # what a preset changes: for one robot or game, or for all others
-    "paper": {"humanoid": dict(batch_size=256), "craftax": CRAFTAX, "all": {}},
-    "laptop": {"craftax": LAPTOP | CRAFTAX, "all": LAPTOP},
-}
 
 
 # ---------------------------------------------------------------------------------------------------- networks
@@ -706,14 +694,6 @@ class Coverage:
     place: jax.Array  # (slots, position_size) floor(position / BIN) of the slot's bin; NEVER if the slot is free
 
 
-@flax.struct.dataclass
-class Reached:
-    """What the steps of a rollout reached, before any reset."""
-
-    position: jax.Array  # (T, N, position_size)
-    episode_length: jax.Array  # (T, N) of the episode that ended with the step; 0 if none did
-
-
 def init_coverage(env):
     if env.position_size == 2:
         place = env.grid_low + jnp.indices(env.grid_shape, jnp.int32).reshape(2, -1).T
@@ -763,10 +743,10 @@ def mark_visited(args, env, coverage, iteration, position):
     return Coverage(first_visit, table)
 
 
-def coverage_metrics(coverage, reached):
-    """Bins so far, and the mean length of the episodes that ended; nan if none did."""
-    length = jnp.sum(reached.episode_length) / jnp.sum(reached.episode_length > 0)
-    return {"coverage": jnp.sum(coverage.first_visit < NEVER), "episode_length": length}
+def coverage_metrics(coverage, length):
+    """Bins so far, and the mean length of the episodes that ended (length > 0); nan if none did."""
+    mean = jnp.sum(length) / jnp.sum(length > 0)
+    return {"coverage": jnp.sum(coverage.first_visit < NEVER), "episode_length": mean}
 
 
 ACHIEVEMENTS = """collect_wood place_table eat_cow collect_sapling collect_drink make_wood_pickaxe make_wood_sword
@@ -829,21 +809,20 @@ def episode_metrics(episodes):
     }
 
 
-def count_success(args, env, state, reached, achievements):
+def count_success(args, env, state, position, length, achievements):
     """Add the steps of an iteration to the coverage, or the episodes that ended to the latest ones; and the metrics."""
     if env.position_size:
-        coverage = mark_visited(args, env, state.success, state.iteration, reached.position)
-        return coverage, coverage_metrics(coverage, reached)
-    length = reached.episode_length
+        coverage = mark_visited(args, env, state.success, state.iteration, position)
+        return coverage, coverage_metrics(coverage, length)
     episodes = insert_episodes(state.success, length > 0, achievements, length, jnp.zeros(length.shape))
     return episodes, episode_metrics(episodes)
 
 
 # ------------------------------------------------------------------------------------------------ environments
-MAZES = {  # 1 wall, r start, 0 free; row i and column j stand at x = i * cell, y = j * cell
-    "u": "11111 1r001 11101 10001 11111",
-    "large": "11111111 1r011001 10010001 11000111 10010001 10100101 10001001 11111111",
-    "hardest": "111111111111 1r0001000001 101101010101 100000010001 101111011101 100101000001 110101010111 "
+MAZES = {  # 1 wall, r start, g far end, 0 free; row i and column j stand at x = i * cell, y = j * cell
+    "u": "11111 1r001 11101 1g001 11111",
+    "large": "11111111 1r011001 10010001 11000111 10010001 10100101 10001g01 11111111",
+    "hardest": "111111111111 1r0001000001 101101010101 1000000100g1 101111011101 100101000001 110101010111 "
                "100100010001 111111111111",
 }  # fmt: skip
 
@@ -864,13 +843,9 @@ class Maze:
         self.is_wall = cells == "1"
         self.start = np.argwhere(cells == "r")[0] * self.cell
         self.walls = np.argwhere(cells == "1") * self.cell  # (walls, 2) centres
-        self.free = np.argwhere(cells == "0") * self.cell
+        self.free = np.argwhere((cells == "0") | (cells == "g")) * self.cell  # but for the start
         self.free_cells = np.argwhere(cells != "1").tolist()
-        distance = np.where(cells == "r", 0, np.inf)  # from the start, cell by cell
-        for _ in range(cells.size):
-            nearest = np.min([np.roll(distance, shift, axis) for axis in (0, 1) for shift in (-1, 1)], axis=0)
-            distance = np.where(self.is_wall, np.inf, np.minimum(distance, nearest + 1))
-        self.far_cell = np.unravel_index(np.argmax(np.where(self.is_wall, -1, distance)), cells.shape)
+        self.far_cell = tuple(np.argwhere(cells == "g")[0])
         self.grid_low = np.round([-half / BIN] * 2).astype(np.int32)  # the bin of the corner, and bins along x and y
         self.grid_shape = tuple(np.round(np.array(cells.shape) * self.cell / BIN).astype(int))
         self.outlines = [(x - half, y - half, self.cell, self.cell) for x, y in self.walls]
@@ -1180,7 +1155,8 @@ def make_any_env(name):
 
 def step_and_reset(args, env, starts, now, episode_step, action):
     """One step in every environment; an episode that ends goes on from its place in starts. Returns the scan carry
-    (state, episode_step), (observation before the reset, done, truncated) and (Reached, achievements in Craftax)."""
+    (state, episode_step), (observation before the reset, done, truncated), and (its position, the length of the episode
+    if it ended, else 0, achievements in Craftax)."""
     with jax.default_matmul_precision("highest"):  # no TF32 in the physics
         after = jax.vmap(env.step)(now, action)
     terminated = after.terminated | ~jnp.all(jnp.isfinite(after.obs), axis=-1)  # physics that blew up ends too
@@ -1188,9 +1164,9 @@ def step_and_reset(args, env, starts, now, episode_step, action):
     done = terminated | truncated
     restart = lambda start, x: jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start, x)
     carry = (jax.tree.map(restart, starts, after), jnp.where(done, 0, episode_step + 1))
-    reached = Reached(after.obs[..., : env.position_size], jnp.where(done, episode_step + 1, 0))
+    length = jnp.where(done, episode_step + 1, 0)
     achievements = None if env.position_size else after.physics[0].achievements
-    return carry, (after.obs, done, truncated), (reached, achievements)
+    return carry, (after.obs, done, truncated), (after.obs[..., : env.position_size], length, achievements)
 
 
 # ----------------------------------------------------------------------------------- run folder and checkpoint
@@ -1207,10 +1183,9 @@ def start_jax(args):
         if jax.process_index() > 0:
             sys.stdout = open(os.devnull, "w")  # the first process speaks for all
     if not jax.config.jax_compilation_cache_dir:
-        cpuinfo = Path("/proc/cpuinfo")
-        lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-        kind = "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
-        cache = Path.home() / ".cache" / "ctec_jax" / f"{zlib.crc32(kind.encode()):08x}"
+        cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+        features = re.search("^(flags|Features).*|$", cpuinfo, re.M).group()
+        cache = Path.home() / ".cache" / "ctec_jax" / f"{zlib.crc32(features.encode()):08x}"
         jax.config.update("jax_compilation_cache_dir", str(cache))
 
 
@@ -1230,43 +1205,31 @@ def write_atomically(path, write):
         temporary.unlink(missing_ok=True)
 
 
-def leaf_name(path):
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def named_leaves(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
 
 
 def save_checkpoint(path, state):
     """Every array of the state under its name. np.savez fetches and writes them one after the other."""
-    leaves = {leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(all_gather(state))}
+    leaves = named_leaves(all_gather(state))
     write_atomically(path, lambda file: np.savez(file, **leaves))
 
 
 def load_checkpoint(path, template):
     """The state in path, whose arrays must have the names, shapes and dtypes of template."""
-
-    def restore(name, expected):
-        array = file[leaf_name(name)]
-        if (array.shape, array.dtype) != (expected.shape, expected.dtype):
-            found = f"{array.dtype}{list(array.shape)}, not {expected.dtype}{list(expected.shape)}"
-            raise ValueError(f"{leaf_name(name)} is {found}")
-        return jnp.array(array)
-
+    kind = lambda x: f"{x.dtype}{list(x.shape)}"
+    leaves = []
     try:
         with np.load(path, allow_pickle=False) as file:
-            return jax.tree_util.tree_map_with_path(restore, template)
+            for name, expected in named_leaves(template).items():
+                array = file[name]
+                if kind(array) != kind(expected):
+                    raise ValueError(f"{name} is {kind(array)}, not {kind(expected)}")
+                leaves.append(jnp.array(array))
     except Exception as error:  # missing, truncated and mismatched files raise different exceptions
         fail(f"{path} is no checkpoint of this run ({error}): put a copy in its place, or start without --resume")
-
-
-def read_metrics(path, columns, iteration):
-    """The lines of metrics.csv up to an iteration."""
-    try:
-        header, *lines = path.read_text().splitlines()
-    except (OSError, ValueError) as error:
-        fail(f"{path}: {error}; it belongs to the checkpoint beside it")
-    if header.split(",") != columns:
-        fail(f"{path} is of another version of this script")
-    whole = [line for line in lines if line.count(",") == header.count(",")]  # a kill may have cut the last one
-    return [line for line in whole if int(line.split(",")[0]) <= iteration]
+    return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
 def nbytes(tree):
@@ -1278,25 +1241,21 @@ def start_run(args, init, buffers):
     says in words what takes the memory."""
     template = jax.eval_shape(init)
     device = jax.local_devices()[0]
-    limits = device.memory_stats() or {}  # a CPU has none
-    memory = limits.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / 1e9
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = (device.memory_stats() or {}).get("bytes_limit", installed) / 1e9  # a CPU has no statistics
     needed = nbytes(template) / jax.device_count() / 1e9
     if needed > memory:
         sizes = f"the run's state needs {needed:,.1f} GB, the device ({device.platform}) has {memory:,.1f} GB"
         fail(f"{sizes}: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
-    state = None
     name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(args.resume or Path(args.run_dir) / name)
-    if args.resume:
-        state = load_checkpoint(folder / "checkpoint.npz", template)
-        if state.iteration >= args.num_iterations:
-            fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    elif jax.process_index() == 0:
-        try:
-            folder.mkdir(parents=True)
-        except OSError as error:
-            fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
-
+    state = load_checkpoint(folder / "checkpoint.npz", template) if args.resume else None
+    if state and state.iteration >= args.num_iterations:
+        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
+    try:
+        folder.mkdir(parents=True, exist_ok=bool(args.resume) or jax.process_index() > 0)
+    except OSError as error:
+        fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
     devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
     print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
@@ -1320,50 +1279,44 @@ def compile_stage(stage, *inputs):
     return compiled, list(stage.eval_shape(*inputs)[-1])
 
 
-class Run(contextlib.AbstractContextManager):
+class Run(contextlib.ExitStack):
     """What surrounds the iterations: metrics.csv, checkpoints, progress, wandb. Inside `with`, Ctrl-C and SIGTERM end
     the run after an iteration, with a checkpoint. Only the first process writes."""
 
     def __init__(self, args, folder, state, metric_names):
+        super().__init__()
         self.args = args
         self.folder = folder
         self.iteration = int(state.iteration)
         self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
+        self.recent = []  # seconds of the latest 20 iterations, from the first update on
+        self.signals = []
+        self.wandb = None
+        first = jax.process_index() == 0
         path = folder / "metrics.csv"
-        lines = read_metrics(path, self.columns, self.iteration) if args.resume else []
-        self.seconds = float(lines[-1].split(",")[2]) if lines else 0.0
-        self.recent = collections.deque(maxlen=20)  # seconds of the latest iterations, from the first update on
+        lines = path.read_text().splitlines()[: 1 + self.iteration] if path.exists() else [",".join(self.columns)]
+        if lines[0] != ",".join(self.columns) or len(lines) <= self.iteration:
+            fail(f"{path} lacks columns or rows of the checkpoint beside it: is it of another version of this script?")
+        self.seconds = float(lines[-1].split(",")[2]) if self.iteration else 0.0
         config = dataclasses.asdict(args) | {"resume": "", "distributed": False}
         write_atomically(folder / "args.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
-        table = "".join(f"{line}\n" for line in [",".join(self.columns), *lines])
-        write_atomically(path, lambda file: file.write(table.encode()))
-        first = jax.process_index() == 0
-        self.file = open(path if first else os.devnull, "a")
-        self.wandb = None
+        write_atomically(path, lambda file: file.writelines(f"{line}\n".encode() for line in lines))
+        self.file = self.enter_context(open(path if first else os.devnull, "a"))
+        self.bar = self.enter_context(tqdm(
+            total=args.num_iterations, initial=self.iteration, disable=not first,
+            mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
+            bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}"))  # fmt: skip
         if args.track and first:
             import wandb
 
             names = dict(project=args.wandb_project_name, entity=args.wandb_entity, id=folder.name)
             self.wandb = wandb.init(**names, resume="allow", config=config, dir=folder)
-        self.bar = tqdm(total=args.num_iterations, initial=self.iteration, disable=not first,
-                        mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
-                        bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}")  # fmt: skip
-        self.signals = []
-        receive = lambda number, _: self.signals.append(signal.Signals(number))
-        self.handlers = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+            self.callback(self.wandb.finish)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.signal(number, lambda number, _: self.signals.append(signal.Signals(number)))
+            self.callback(signal.signal, number, handler)
         self.saved = time.time()
         self.began = time.time()
-
-    def __exit__(self, *_):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-        self.bar.close()
-        self.file.close()
-        if self.wandb:
-            from wandb import Image
-
-            self.wandb.log({path.stem: Image(str(path)) for path in sorted(self.folder.glob("*.png"))})
-            self.wandb.finish()
 
     def log(self, metrics):
         """Add a row to metrics.csv and return it. A metric that is not finite ends the run; but there is no episode
@@ -1372,9 +1325,7 @@ class Run(contextlib.AbstractContextManager):
         spent = time.time() - self.began
         self.seconds += spent
         self.iteration += 1
-        if self.iteration <= self.args.first_update:
-            self.recent.clear()
-        self.recent.append(spent)
+        self.recent = [*self.recent[-19:], spent] if self.iteration > self.args.first_update else [spent]
         rate = len(self.recent) * self.args.steps_per_iteration / sum(self.recent)
         row = {"iteration": self.iteration, "steps": self.iteration * self.args.steps_per_iteration}
         row |= {"seconds": round(self.seconds, 1), "steps_per_second": round(rate, 1)}
@@ -1384,8 +1335,7 @@ class Run(contextlib.AbstractContextManager):
             self.bar.close()
             words = f"iteration {self.iteration}: {', '.join(broken)}"
             fail(f"{words}; the last good checkpoint, if any, is kept in {self.folder}", code=1)
-        self.file.write(",".join(str(row.get(name, "")) for name in self.columns) + "\n")
-        self.file.flush()
+        print(*(row.get(name, "") for name in self.columns), sep=",", file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(row, step=row["steps"])
         name = "coverage" if "coverage" in row else "achievements"
@@ -1407,6 +1357,10 @@ class Run(contextlib.AbstractContextManager):
                     raise
                 tqdm.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
             self.saved = time.time()
+        if self.wandb and (stopped or last):
+            from wandb import Image
+
+            self.wandb.log({path.stem: Image(str(path)) for path in sorted(self.folder.glob("*.png"))})
         if stopped and not last:
             self.bar.close()
             by = self.signals[0] if self.signals else signal.SIGTERM  # which another process received
@@ -1483,6 +1437,15 @@ def save_bars(folder, title, bars):
 
 
 # -------------------------------------------------------------------------------------------------------- main
+CRAFTAX = dict(episode_length=10_000, similarity="l2", reward_features="unit")
+# fewer environments rather than shorter rollouts: futures end with a rollout
+LAPTOP = dict(total_timesteps=1_000_000, num_envs=32, batch_size=256, encoder_width=256, checkpoint_minutes=2.0)
+PRESETS = {  # what a preset changes: for one robot or game, or for all others
+    "paper": {"humanoid": dict(batch_size=256), "craftax": CRAFTAX, "all": {}},
+    "laptop": {"craftax": LAPTOP | CRAFTAX, "all": LAPTOP},
+}
+
+
 def parse_args(argv=None):
     """Explicit flags win over the preset, and with --resume over the arguments of the earlier run."""
     parse = functools.partial(tyro.cli, Args, args=argv, description=__doc__)

@@ -28,7 +28,7 @@ def variant(**changes):
 
 
 def named_leaves(state):
-    return {ablations.leaf_name(name): x for name, x in jax.tree_util.tree_leaves_with_path(state)}
+    return ablations.named_leaves(state)
 
 
 def params_of(args, seed=0):

@@ -221,23 +221,29 @@ def test_ctrl_c_ends_the_iteration_first(tmp_path, capsys):
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_resuming_drops_the_rows_after_the_checkpoint(copied):
+def test_resuming_drops_the_rows_after_the_checkpoint(tmp_path):
     """A kill may come between a row and its checkpoint, or in the middle of a row."""
+    for _ in counting(tmp_path):
+        pass
+    header, *lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    (tmp_path / "metrics.csv").write_text("\n".join([header, *lines, "1,17"]))
+    args = ctec.Args(**SMALL | dict(resume=str(tmp_path)))
+    for kept in (12, 7):
+        with ctec.Run(args, tmp_path, Counter(jnp.int32(kept)), ["coverage"]) as run:
+            assert (tmp_path / "metrics.csv").read_text().splitlines() == [header, *lines[:kept]]
+            assert run.seconds == float(lines[kept - 1].split(",")[2])
+
+
+def test_metrics_of_another_run_are_not_overwritten(copied, capsys):
+    """Other columns, rows that are missing, or none at all."""
     path = copied / "metrics.csv"
-    header, *lines = path.read_text().splitlines()
-    with open(path, "a") as file:
-        file.write(lines[-1].replace("12,1536", "13,1664") + "\n1,17")
-    assert ctec.read_metrics(path, header.split(","), 12) == lines
-    assert ctec.read_metrics(path, header.split(","), 7) == lines[:7]
-
-
-def test_another_header_is_not_overwritten(copied, capsys):
-    text = (copied / "metrics.csv").read_text().replace("accuracy", "precision")
-    (copied / "metrics.csv").write_text(text)
-    code, message = refusal(capsys, ctec, ["--resume", copied, "--total-timesteps", 10**4])
-    assert code == 2
-    assert "another version" in message
-    assert (copied / "metrics.csv").read_text() == text
+    text = path.read_text()
+    for other in (text.replace("accuracy", "precision"), text[: len(text) // 2], None):
+        path.write_text(other) if other else path.unlink()
+        code, message = refusal(capsys, ctec, ["--resume", copied, "--total-timesteps", 10**4])
+        assert code == 2
+        assert_one_line(message, str(path), "another version")
+        assert (path.read_text() if path.exists() else None) == other
 
 
 # -------------------------------------------------------------------------------------- what goes wrong in a run
