@@ -4,6 +4,7 @@
     python benchmarks/reproduce.py race --jobs 2               # the runs, then csv, pictures and docs/results.md
     python benchmarks/reproduce.py race --dry-run              # the exact commands
     python benchmarks/reproduce.py race --plot                 # tables and pictures from results/race.csv alone
+    python benchmarks/reproduce.py race --film                 # the maze filling up, from three finished runs
     python benchmarks/reproduce.py race --methods C-TeC RND --seeds 11 12
     python benchmarks/reproduce.py paper_ant --launcher slurm  # the same runs as a job array, by submitit
 
@@ -35,6 +36,7 @@ from typing import Literal
 
 import numpy as np
 import tyro
+from matplotlib.animation import PillowWriter
 from matplotlib.figure import Figure
 from report import ACHIEVEMENTS, COLUMNS, DIAGNOSTICS, draw, expected, read_csv, run_key, section, updated_page
 from studies import STUDIES, Method
@@ -43,6 +45,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent  # where the scripts are
 CHECKPOINT = "checkpoint.npz"
 POINTS = 100  # of each learning curve that are kept in results/
+FILMED = ("C-TeC", "RND", "random")
 KINDS = ("rates", "correlations", "maps", "visits", "diagnostics")  # of pictures in docs/images/<study>_<kind>.png
 
 
@@ -57,6 +60,8 @@ class Args:
     """print the exact commands, or the batch script, and do nothing"""
     plot: bool = False
     """run nothing: tables and pictures from results/*.csv alone (without a study: all of them)"""
+    film: bool = False
+    """run nothing: docs/images/<study>.gif, C-TeC, RND and random actions over time, from the first seed's runs"""
     methods: tuple[str, ...] = ()
     """only these methods of the study (default: all)"""
     seeds: tuple[int, ...] = ()
@@ -589,6 +594,34 @@ def draw_visit_maps(path, runs):
     figure.savefig(path, dpi=130)
 
 
+def draw_film(path, runs, frames=48):
+    """Side by side, the bins that each run has visited so far; coloured by the step of the first visit."""
+    sys.path.insert(0, str(ROOT))
+    figure = Figure((3.4 * len(runs), 3.1), layout="constrained")
+    images = []
+    for axes, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs):
+        script = importlib.import_module(run.method.script)
+        folder = run.script_folder("coverage.npz")
+        total = last_row(folder / "metrics.csv")["steps"]
+        with np.load(folder / "coverage.npz") as file:
+            first_visit = file["first_visit"]
+            place = file["place"]
+        env = script.make_env(run.method.env)
+        image = script.draw_places(axes, env, " ", place, first_visit, cmap="viridis_r", vmin=0, vmax=total)
+        axes.set(xticks=[], yticks=[], xlabel="", ylabel="")
+        images.append((run.method.label, image, image.get_array().filled(np.inf), total))
+    writer = PillowWriter(fps=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writer.saving(figure, path, dpi=80):
+        for frame in [*range(1, frames + 1), *[frames] * 16]:  # the last one for two seconds
+            for label, image, visited, total in images:
+                now = visited <= total * frame / frames
+                image.set_data(np.where(now, visited, np.nan))
+                image.axes.set_title(f"{label}: {np.sum(now):,} bins", fontsize=11)
+            figure.suptitle(f"{total * frame / frames / 1e6:.1f}M steps", fontsize=10)
+            writer.grab_frame()
+
+
 # --------------------------------------------------------------------------------------------------------- main
 def print_list(args):
     for name, study in STUDIES.items():
@@ -654,6 +687,13 @@ def main(args):
     if args.dry_run:
         for name in names:
             print_commands(args, name, STUDIES[name], runs[name])
+        return 0
+    if args.film:
+        for name in names:
+            of_seed = {run.method.label: run for run in runs[name] if run.seed == runs[name][0].seed and run.finished}
+            if not set(FILMED) <= of_seed.keys():
+                fail(f"--film needs finished runs of {', '.join(FILMED)} in {relative(args.run_dir)}: run {name} first")
+            draw_film(args.docs_dir / "images" / f"{name}.gif", [of_seed[label] for label in FILMED])
         return 0
     unfinished = []
     for name in () if args.plot else names:

@@ -224,6 +224,39 @@ def test_cores_and_gpus(monkeypatch):
     assert {env["XLA_PYTHON_CLIENT_MEM_FRACTION"] for env in shared} == {"0.45"}
 
 
+def test_the_film_shows_each_bin_from_its_first_visit_on(monkeypatch, tmp_path, capsys):
+    """Three runs side by side; without them one line."""
+    methods = [Method(label, "random_brax", f"--env point_u_maze --num-envs {k}", 0.001)
+               for k, label in enumerate(reproduce.FILMED, 1)]  # fmt: skip
+    study = add_study(monkeypatch, "tiny", *methods, seeds=(3, 4))
+    args = Args(studies=("tiny",), film=True, **folders(tmp_path))
+    with pytest.raises(SystemExit):
+        reproduce.main(args)
+    assert "run tiny first" in capsys.readouterr().err
+    visits = ([100, 500], [500, 1000], [1000])  # steps of the first visits, of 1,000
+    for run, first_visit in zip(reproduce.select_runs(args, study), visits):
+        run.folder.mkdir(parents=True)
+        (run.folder / "metrics.csv").write_text("iteration,steps\n1,1000\n")
+        (run.folder / "args.json").write_text('{"total_timesteps": 1000}')
+        np.savez(run.folder / "checkpoint.npz", iteration=1)
+        np.savez(
+            run.folder / "coverage.npz", first_visit=first_visit, place=np.array([[4, 4], [5, 4]])[: len(first_visit)]
+        )
+    shown = []
+
+    def grab_frame(writer):
+        bins = [np.isfinite(axes.images[0].get_array().filled(np.nan)).sum() for axes in writer.fig.axes]
+        shown.append(tuple(bins))
+        real(writer)
+
+    real = reproduce.PillowWriter.grab_frame
+    monkeypatch.setattr(reproduce.PillowWriter, "grab_frame", grab_frame)
+    assert reproduce.main(args) == 0
+    assert list(dict.fromkeys(shown)) == [(0, 0, 0), (1, 0, 0), (2, 1, 0), (2, 2, 1)]
+    assert shown[3:5] == [(0, 0, 0), (1, 0, 0)]  # the fifth of 48 frames is at 104 steps
+    assert (tmp_path / "docs" / "images" / "tiny.gif").stat().st_size > 1000
+
+
 # ------------------------------------------------------------------------------------------------------ clusters
 def cluster_args(tmp_path, **changes):
     pytest.importorskip("submitit", reason="submitit is not installed: pip install -r requirements-cluster.txt")
