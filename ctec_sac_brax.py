@@ -1246,9 +1246,9 @@ PRESETS = {  # what a preset changes: for one robot, or for all others
     "paper": {"humanoid": dict(num_envs=256, batch_size=256), "all": {}},
     "laptop": {"humanoid": dict(total_timesteps=4_000_000, num_envs=256, unroll_length=124, batch_size=256,
                                 encoder_width=256),
-               "all": dict(total_timesteps=2_000_000, num_envs=128, episode_length=1001, replay_size=2000,
-                           learning_starts=500, batch_size=256, multiplier=0.032, encoder_width=256,
-                           temperature="logits", checkpoint_minutes=2.0)},
+               "all": dict(total_timesteps=8_000_000, num_envs=128, episode_length=1001, replay_size=2000,
+                           learning_starts=500, batch_size=256, multiplier=0.016, encoder_width=256,
+                           checkpoint_minutes=2.0)},
 }  # fmt: skip
 
 

@@ -817,7 +817,7 @@ def save_coverage(args, env, folder, coverage, steps):
 PRESETS = {  # what a preset changes: for one robot, or for all others
     "paper": {"humanoid": dict(num_envs=256), "all": {}},
     "laptop": {"humanoid": dict(total_timesteps=4_000_000, num_envs=256, unroll_length=124),
-               "all": dict(total_timesteps=2_000_000, num_envs=128, episode_length=1001, checkpoint_minutes=2.0)},
+               "all": dict(total_timesteps=8_000_000, num_envs=128, episode_length=1001, checkpoint_minutes=2.0)},
 }  # fmt: skip
 
 

@@ -48,8 +48,6 @@ COLOURS = {  # one for each method, in every figure: Okabe and Ito's for colour-
     "C-TeC unit": "#332288",
     "C-TeC batch": "#88CCEE",
     "APT": "#D55E00",
-    "APT unit": "#F0A070",
-    "APT fast": "#A04000",
     "ICM": "#009E73",
     "RND": "#E69F00",
     "forward model": "#CC79A7",

@@ -34,7 +34,7 @@ def test_sac_learns_a_known_reward(monkeypatch):
 
 
 def test_explores_more_than_no_bonus_and_than_random_actions():
-    flags = ("--env", "point_hardest_maze", "--total-timesteps", "600000")
+    flags = "--env point_hardest_maze --total-timesteps 600000 --multiplier 0.032".split()
     metrics = train(ctec, *flags)[1]
     without = train(ctec, *flags, "--intrinsic-coef", "0")[1]
     random = train(random_brax, *flags)[1]
