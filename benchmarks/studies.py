@@ -110,7 +110,7 @@ def race(env, seeds):
         Method("random", "random_brax", flags, 0.003),
     )
     note = "SAC, replay, environment and bins are the same; the bonus differs. `unit`: L2-normalised rows in the "
-    note += "reward, as in the paper's text; otherwise each feature is divided by its norm over the batch, as released. "
+    note += "reward, as in the paper's text; else each feature is divided by its norm over the batch, as released. "
     note += "APT has a step size of 1e-3, the best of its three settings on seeds 1-3 ([tuning](tuning.md))."
     return Study(f"The race on {env}, laptop scale", methods, seeds, early=500_000, note=note)
 
