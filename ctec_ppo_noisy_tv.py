@@ -76,7 +76,7 @@ class Args:
     track: bool = False  # send metrics and pictures to wandb too (WANDB_MODE=offline works)
     wandb_project_name: str = "ctec"  # project of the run on wandb
     wandb_entity: str | None = None  # user or team of the run on wandb
-    distributed: bool = False  # all processes that srun or mpirun has started together share this run
+    distributed: bool = False  # one run over all processes that srun or mpirun started
 
     tv: bool = True  # noise on the TV; --no-tv leaves plain floor in its place
     # row of the TV's centre, as a share of the grid's height (0.375: the middle of the second row of rooms)
@@ -97,7 +97,7 @@ class Args:
     episode_length: int = 1024
     batch_size: int = 1024  # transitions in a gradient step (paper Table 2; 256 on the humanoid)
     update_epochs: int = 4  # passes over a rollout, of PPO and of the encoders (ETD)
-    learning_rate: float = 3e-4  # Adam step size of PPO and of the intrinsic-reward model (ETD's of PPO)
+    learning_rate: float = 3e-4  # Adam learning rate of PPO and of the intrinsic-reward model (ETD's of PPO)
     adam_eps: float = 1e-5  # epsilon of Adam, PPO and the intrinsic-reward model (Craftax baselines)
     max_grad_norm: float = 0.5  # global-norm gradient clipping, PPO and the intrinsic-reward model (ETD)
     agent_width: int = 256  # width of the two hidden layers of actor and critic (paper Table 2)
@@ -156,7 +156,7 @@ class Pairs:
 
     anchor: jax.Array  # (B, ...)
     positive: jax.Array  # (B, ...)
-    mask: jax.Array  # (B,) 1.0; 0.0: no positive, still a negative for the others
+    mask: jax.Array  # (B,) 0.0: no positive, still a negative for the others; else 1.0
 
 
 @flax.struct.dataclass
@@ -174,7 +174,7 @@ def steps_remaining(done):
 
 
 def truncated_geometric(key, remaining, gamma):
-    """Offsets k = 1..remaining with P(k) ~ gamma^(k-1), by the inverse distribution function; 0 if none remains."""
+    """Offsets k = 1..remaining with P(k) ∝ gamma^k, by the inverse distribution function; 0 if none remains."""
     log_gamma = jnp.log(gamma)
     u = jax.random.uniform(key, remaining.shape)
     k = jnp.ceil(jnp.log1p(u * jnp.expm1(remaining * log_gamma)) / log_gamma).astype(jnp.int32)
@@ -297,7 +297,7 @@ def intrinsic_reward(params, args, batch):
 
 # --------------------------------------------------------------------------------------------------------- PPO
 @flax.struct.dataclass
-class Model:
+class Model:  # parameters and their optimiser's state
     params: Any
     opt_state: Any
 
@@ -570,8 +570,8 @@ SPLIT = {"walkers": ("envs",)}
 
 
 def shard(tree, *axes):
-    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device.
-    XLA does the rest: it sums a batch that is drawn from all devices, and never sends a replay."""
+    """Shard the axes named "envs" over the devices, and replicate the others. XLA does the rest: it all-reduces a batch
+    that is sampled across devices, and never all-gathers the replay."""
     if jax.device_count() == 1:
         return tree
     mesh = jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -584,7 +584,7 @@ def shard_state(state):
 
 
 def all_gather(tree):
-    """All-gather a sharded pytree: whole arrays in every process, or a row of each process's own arrays."""
+    """All-gather a sharded pytree; arrays local to a process are concatenated."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils
@@ -703,8 +703,8 @@ def fail(message, code=2):
 
 
 def start_jax(args):
-    """Join the processes of a launcher, and cache compiled programs: code for one processor can crash another one that
-    shares the home folder, so each kind has a folder of its own."""
+    """Join the launcher's processes, and cache compiled programs by CPU features: code compiled for one CPU can crash
+    on another that shares the home folder."""
     if args.distributed:
         jax.distributed.initialize()
         if jax.process_index() > 0:
@@ -817,6 +817,7 @@ class Run(contextlib.ExitStack):
         self.iteration = int(state.iteration)
         self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
         self.recent = []  # seconds of the latest 20 iterations, from the first update on
+        self.picture_iterations = {round(k * args.num_iterations / 5) for k in range(1, 6)}  # the end among them
         self.signals = []
         self.wandb = None
         first = jax.process_index() == 0
@@ -846,8 +847,8 @@ class Run(contextlib.ExitStack):
         self.began = time.time()
 
     def log(self, metrics):
-        """Add a row to metrics.csv and return it. A metric that is not finite ends the run; but there is no episode
-        length while no episode ends."""
+        """Add a row to metrics.csv and return it. A metric that is not finite ends the run, except episode_length:
+        nan if no episode ended."""
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         spent = time.time() - self.began
         self.seconds += spent
@@ -897,11 +898,6 @@ class Run(contextlib.ExitStack):
 
 
 # ---------------------------------------------------------------------------------------------------- pictures
-def picture_iterations(args):
-    """Five moments of a run, the end among them."""
-    return {round(k * args.num_iterations / 5) for k in range(1, 6)}
-
-
 def draw_visits(axes, env, title, visits):
     """Heat map of the (cells,) visits on a logarithmic scale, walls grey, unvisited cells white, the TV
     outlined, a start that is fixed marked."""
@@ -1026,7 +1022,7 @@ def main(args):
             state, rollout, metrics = compiled_collect(state)
             state, learn_metrics = compiled_learn(state, rollout)
             row = run.log(metrics | learn_metrics)
-            if iteration in picture_iterations(args):
+            if iteration in run.picture_iterations:
                 save_visits(args, env, folder, state.visits, row["steps"])
             run.save(state)
     return finish_tv(env, folder, row)

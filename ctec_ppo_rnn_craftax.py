@@ -12,7 +12,7 @@ One iteration:
         act with the recurrent policy, store (s, a, log-probability, value, done), count achievements at a done
     reward_t = sum over k >= 1 of gamma_cl^(k-1) * |phi(s_t, a_t) / tau - psi(s_(t+k))|_2, in the episode  # learn_bonus
     4 times, in 8 minibatches of shuffled steps:
-        sample a future of each step, k >= 0 steps ahead in its episode, P(k) ~ gamma_cl^k           (Eq. 1)
+        sample a future of each step, k >= 0 steps ahead in its episode, P(k) ∝ gamma_cl^k           (Eq. 1)
         one Adam step on InfoNCE with logits_ij = -|phi_i / tau - psi_j|_2                           (Eq. 2)
     4 times, in 8 minibatches of environments:                                        # learn_policy
         one Adam step of PPO on the rewards' advantages
@@ -71,7 +71,7 @@ class Args:
     track: bool = False  # send metrics and pictures to wandb too (WANDB_MODE=offline works)
     wandb_project_name: str = "ctec"  # project of the run on wandb
     wandb_entity: str | None = None  # user or team of the run on wandb
-    distributed: bool = False  # all processes that srun or mpirun has started together share this run
+    distributed: bool = False  # one run over all processes that srun or mpirun started
     episode_window: int = 1024  # number of latest finished episodes over which the achievement rates are taken
     random_iterations: int = 16  # first iterations, in which the policy stays nearly uniform and the model learns
 
@@ -80,7 +80,7 @@ class Args:
     reset_ratio: int = 16  # optimistic resets: one new world for this many environment steps (Craftax baselines)
     num_minibatches: int = 8  # minibatches of a pass of PPO, of environments' whole sequences (Craftax baselines)
     update_epochs: int = 4  # passes of PPO over a rollout (paper Table 5)
-    learning_rate: float = 2e-4  # Adam step size of PPO, annealed linearly to 0 (paper Table 5)
+    learning_rate: float = 2e-4  # Adam learning rate of PPO, annealed linearly to 0 (paper Table 5)
     adam_eps: float = 1e-5  # epsilon of Adam, PPO and the intrinsic-reward model (Craftax baselines)
     max_grad_norm: float = 1.0  # global-norm gradient clipping, PPO and the intrinsic-reward model (paper Table 5)
     agent_width: int = 512  # width of the embedding, the GRU and the two hidden layers of each head (paper Table 5)
@@ -90,13 +90,13 @@ class Args:
     entropy_coef: float = 0.01  # weight of the entropy bonus (paper Table 5)
     value_coef: float = 0.5  # weight of the value loss (Craftax baselines)
     task_reward_coef: float = 0.0  # weight of the game's own reward (the paper has none)
-    intrinsic_coef: float = 1.0  # weight of the intrinsic reward; 0 leaves plain PPO, without its model
+    intrinsic_coef: float = 1.0  # weight of the intrinsic reward; 0: plain PPO, the model is not trained
 
     encoder_width: int = 1024  # width of the three hidden layers of phi and psi (paper Table 6)
     representation_size: int = 64  # size of phi and psi (paper Table 6)
     gamma_cl: float = 0.3  # discount of the future-state distribution, Eq. 1 (paper Table 6)
-    first_offset: Literal[0, 1] = 0  # least offset of a positive (0: Eq. 1 and authors' code; the reward starts at 1)
-    encoder_learning_rate: float = 3e-4  # Adam step size of the encoders (paper Table 6)
+    first_offset: Literal[0, 1] = 0  # smallest offset of a positive (0: Eq. 1, authors' code; the reward starts at 1)
+    encoder_learning_rate: float = 3e-4  # Adam learning rate of the encoders (paper Table 6)
     encoder_epochs: int = 4  # passes of the encoders over a rollout, each with newly sampled futures (as PPO's)
     encoder_minibatches: int = 8  # minibatches of an epoch of the encoders, of shuffled pairs (as PPO's)
     contrastive_batch: int = 1024  # rows of InfoNCE, parts of a minibatch (8192 x 8192 logits would take 268 MB)
@@ -147,7 +147,7 @@ class Pairs:
 
     anchor: jax.Array  # (B, ...)
     positive: jax.Array  # (B, ...)
-    mask: jax.Array  # (B,) 1.0; 0.0: no positive, still a negative for the others
+    mask: jax.Array  # (B,) 0.0: no positive, still a negative for the others; else 1.0
 
 
 @flax.struct.dataclass
@@ -165,7 +165,7 @@ def steps_remaining(done):
 
 
 def truncated_geometric(key, remaining, gamma):
-    """Offsets k = 1..remaining with P(k) ~ gamma^(k-1), by the inverse distribution function; 0 if none remains."""
+    """Offsets k = 1..remaining with P(k) ∝ gamma^k, by the inverse distribution function; 0 if none remains."""
     log_gamma = jnp.log(gamma)
     u = jax.random.uniform(key, remaining.shape)
     k = jnp.ceil(jnp.log1p(u * jnp.expm1(remaining * log_gamma)) / log_gamma).astype(jnp.int32)
@@ -178,7 +178,7 @@ def future_times(key, args, remaining):
 
 
 def positive_times(key, args, remaining):
-    """(T, N) time of each step's positive, first_offset or more steps ahead, P(k) ~ gamma_cl^k (Eq. 1). From offset 1
+    """(T, N) time of each step's positive, first_offset or more steps ahead, P(k) ∝ gamma_cl^k (Eq. 1). From offset 1
     on, an episode's last step returns itself and is masked."""
     offset = truncated_geometric(key, remaining + 1 - args.first_offset, args.gamma_cl) - 1 + args.first_offset
     return jnp.arange(len(remaining))[:, None] + offset
@@ -268,7 +268,7 @@ def intrinsic_reward(params, args, batch):
 
 # --------------------------------------------------------------------------------------------------------- PPO
 @flax.struct.dataclass
-class Model:
+class Model:  # parameters and their optimiser's state
     params: Any
     opt_state: Any
 
@@ -429,7 +429,7 @@ class RunState:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def collect(args, env, state):
-    """`num_steps` steps in every environment. An episode that ends goes on in a new world. These are made beforehand,
+    """`num_steps` steps in every environment. An ended episode restarts in a new world. These are made beforehand,
     one for `reset_ratio` environment steps, and taken in turn (again from the first one, should they run out)."""
     key, key_collect, key_learn = jax.random.split(state.key, 3)
     key_worlds, key_steps = jax.random.split(key_collect)
@@ -489,7 +489,7 @@ def update_encoders(args, model, key, states, action, remaining):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def learn_bonus(args, env, state, hidden, rollout):
-    """Rewards (T, N) from the encoders as they are, then the update of the encoders."""
+    """Rewards (T, N) from the current encoders, then the update of the encoders."""
     key_reward, key_model, key_policy = jax.random.split(state.key_learn, 3)
     reward = args.task_reward_coef * rollout.reward
     metrics = {}
@@ -573,8 +573,8 @@ SPLIT = {"players": ("envs",)}
 
 
 def shard(tree, *axes):
-    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device.
-    XLA does the rest: it sums a batch that is drawn from all devices, and never sends a replay."""
+    """Shard the axes named "envs" over the devices, and replicate the others. XLA does the rest: it all-reduces a batch
+    that is sampled across devices, and never all-gathers the replay."""
     if jax.device_count() == 1:
         return tree
     mesh = jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -587,7 +587,7 @@ def shard_state(state):
 
 
 def all_gather(tree):
-    """All-gather a sharded pytree: whole arrays in every process, or a row of each process's own arrays."""
+    """All-gather a sharded pytree; arrays local to a process are concatenated."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils
@@ -690,8 +690,8 @@ def fail(message, code=2):
 
 
 def start_jax(args):
-    """Join the processes of a launcher, and cache compiled programs: code for one processor can crash another one that
-    shares the home folder, so each kind has a folder of its own."""
+    """Join the launcher's processes, and cache compiled programs by CPU features: code compiled for one CPU can crash
+    on another that shares the home folder."""
     if args.distributed:
         jax.distributed.initialize()
         if jax.process_index() > 0:
@@ -804,6 +804,7 @@ class Run(contextlib.ExitStack):
         self.iteration = int(state.iteration)
         self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
         self.recent = []  # seconds of the latest 20 iterations, from the first update on
+        self.picture_iterations = {round(k * args.num_iterations / 5) for k in range(1, 6)}  # the end among them
         self.signals = []
         self.wandb = None
         first = jax.process_index() == 0
@@ -833,8 +834,8 @@ class Run(contextlib.ExitStack):
         self.began = time.time()
 
     def log(self, metrics):
-        """Add a row to metrics.csv and return it. A metric that is not finite ends the run; but there is no episode
-        length while no episode ends."""
+        """Add a row to metrics.csv and return it. A metric that is not finite ends the run, except episode_length:
+        nan if no episode ended."""
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         spent = time.time() - self.began
         self.seconds += spent
@@ -884,11 +885,6 @@ class Run(contextlib.ExitStack):
 
 
 # ---------------------------------------------------------------------------------------------------- pictures
-def picture_iterations(args):
-    """Five moments of a run, the end among them."""
-    return {round(k * args.num_iterations / 5) for k in range(1, 6)}
-
-
 def save_bars(folder, title, bars):
     """achievements.png: the share of episodes that unlocked each achievement, for each {label: (22,) rates}."""
     from matplotlib.figure import Figure
@@ -1005,7 +1001,7 @@ def main(args):
                 state, policy_metrics = compiled_policy(state, *steps, reward)
                 metrics |= policy_metrics
             row = run.log(metrics)
-            if iteration in picture_iterations(args):
+            if iteration in run.picture_iterations:
                 title = f"{Path(__file__).stem}, seed {args.seed}, {row['steps']:,} steps"
                 rates = achievement_rates(state.episodes)
                 save_bars(folder, title, {"this policy": rates, "uniform random actions": state.random_rates})

@@ -3,7 +3,7 @@
 Curiosity from temporal contrastive representations (Mohamed et al., "Temporal Representations for Exploration", ICLR
 2026). Encoders phi(s, a) and psi(s_f) are trained by InfoNCE so that a state-action lies close to the states that
 follow it in its trajectory. The agent's only reward is the distance |phi(s, a) - psi(s_f)| to a sampled future: go
-where your future is hard to predict. There is no task reward; success is the number of places visited.
+where your future is hard to predict. There is no task reward; the result is the number of bins visited.
 
 One iteration:
 
@@ -11,9 +11,9 @@ One iteration:
         act with SAC's policy, store (s, a, done) in the replay, mark the bin of the new position as visited
     999 times, once the replay holds 1,000 steps of each environment:                 # learn
         sample a batch of transitions (s, a, s') from the replay
-        sample a future s_f of each, k >= 1 steps ahead in its trajectory, P(k) ~ gamma_cl^k         (Eq. 1)
-        reward = |phi(s, a) / tau - psi(s_f)|_1, without gradient                                    (Eq. 3)
-        one Adam step on InfoNCE with logits_ij = -|phi_i / tau - psi_j|_1                           (Eq. 2)
+        sample a future s_f of each, k >= 1 steps ahead in its trajectory, P(k) ∝ gamma_cl^k         (Eq. 1)
+        reward = |phi(s, a) / tau - psi(s_f)|_1, features normalised over the batch, no gradient     (Eq. 3)
+        one Adam step on InfoNCE with logits_ij = -|phi_i / tau - psi_j|_1, L2-normalised rows       (Eq. 2)
         one SAC step of critics, actor and alpha on (s, a, reward, s')
 
     python ctec_sac_brax.py --env ant_hardest_maze                     # the paper's sizes, for a GPU
@@ -83,7 +83,7 @@ class Args:
     track: bool = False  # send metrics and pictures to wandb too (WANDB_MODE=offline works)
     wandb_project_name: str = "ctec"  # project of the run on wandb
     wandb_entity: str | None = None  # user or team of the run on wandb
-    distributed: bool = False  # all processes that srun or mpirun has started together share this run
+    distributed: bool = False  # one run over all processes that srun or mpirun started
 
     num_envs: int = 1024  # parallel environments (paper Table 2; 256 on the humanoid)
     unroll_length: int = 62  # steps in each environment before the gradient steps of an iteration (paper Table 2)
@@ -91,23 +91,25 @@ class Args:
     replay_size: int = 10_000  # steps kept for each environment (paper Table 2)
     learning_starts: int = 1000  # steps in each environment before the first gradient step (paper Table 2)
     batch_size: int = 1024  # transitions in a gradient step (paper Table 2; 256 on the humanoid)
-    multiplier: float = 1.0  # gradient steps: num_envs * (episode_length - 1) * multiplier / batch_size (paper Table 2)
-    learning_rate: float = 3e-4  # Adam step size of SAC and of the intrinsic-reward model (paper Tables 2 to 4)
+    multiplier: float = 1.0  # gradient steps an iteration: num_envs * (episode_length - 1) * multiplier / batch_size
+    learning_rate: float = 3e-4  # Adam learning rate of SAC and of the intrinsic-reward model (paper Tables 2 to 4)
     agent_width: int = 256  # width of the two hidden layers of actor and critics (paper Table 2)
     gamma: float = 0.99  # discount of SAC (paper Table 2)
     target_rate: float = 0.005  # Polyak averaging rate of the target critics (authors' code)
-    intrinsic_coef: float = 1.0  # weight of the intrinsic reward; 0 leaves plain SAC, without its model
+    intrinsic_coef: float = 1.0  # weight of the intrinsic reward; 0: plain SAC, the model is not trained
     task_reward_coef: float = 0.0  # weight of the task reward: 1 within 0.5 m of the goal (the paper has none)
     goal_cell: tuple[int, int] | None = None  # row and column of the goal in the maze; None: the furthest free cell
 
     encoder_width: int = 1024  # width of the hidden layers of the intrinsic-reward model (paper Tables 3 and 4)
     representation_size: int = 64  # size of a representation (paper Tables 3 and 4)
     gamma_cl: float = 0.99  # discount of the future-state distribution, Eq. 1 (authors' code; 0.3 in Craftax)
-    first_offset: Literal[0, 1] = 1  # least offset of a future (authors' code; Eq. 1 and Craftax: 0, the own state)
+    first_offset: Literal[0, 1] = 1  # smallest offset of a future (authors' code; Eq. 1 and Craftax: 0, s itself)
     logsumexp_penalty: float = 0.0  # weight of mean(logsumexp^2) in the loss (authors' launch script; Table 3: 0.1)
-    reward_features: Literal["batch", "unit"] = "batch"  # for the reward normalise features (code) or rows (text)
+    reward_features: Literal["batch", "unit"] = (
+        "batch"  # reward: normalise features over the batch (code) or rows (text)
+    )
     temperature: Literal["phi", "logits"] = "phi"  # tau divides phi in loss and reward (code), or the logits (text)
-    future_state: Literal["full", "goal"] = "full"  # what psi sees: the state, or its position only (Appendix D)
+    future_state: Literal["full", "goal"] = "full"  # what psi sees: the full state, or only its position (Appendix D)
 
     @property
     def steps_per_iteration(self):
@@ -153,11 +155,11 @@ class Pairs:
 
     anchor: jax.Array  # (B, ...)
     positive: jax.Array  # (B, ...)
-    mask: jax.Array  # (B,) 1.0; 0.0: no positive, still a negative for the others
+    mask: jax.Array  # (B,) 0.0: no positive, still a negative for the others; else 1.0
 
 
 def truncated_geometric(key, remaining, gamma):
-    """Offsets k = 1..remaining with P(k) ~ gamma^(k-1), by the inverse distribution function; 0 if none remains."""
+    """Offsets k = 1..remaining with P(k) ∝ gamma^k, by the inverse distribution function; 0 if none remains."""
     log_gamma = jnp.log(gamma)
     u = jax.random.uniform(key, remaining.shape)
     k = jnp.ceil(jnp.log1p(u * jnp.expm1(remaining * log_gamma)) / log_gamma).astype(jnp.int32)
@@ -170,7 +172,7 @@ def future_view(args, env, states):
 
 
 def sample_futures(key, args, env, replay, batch):
-    """Sample s_f for each row (Eq. 1). The last step of a trajectory has only itself: with offsets from 1, masked."""
+    """Sample s_f for each row (Eq. 1). If the smallest offset is 1, the last step of a trajectory is masked."""
     oldest = replay.time - len(replay.obs)
     remaining = replay.ends[batch.time - oldest, batch.env] - batch.time  # (B,) 0 at the end of a trajectory
     offset = truncated_geometric(key, remaining + 1 - args.first_offset, args.gamma_cl) - 1 + args.first_offset
@@ -181,7 +183,7 @@ def sample_futures(key, args, env, replay, batch):
 
 
 def encode(params, args, x):
-    """phi of [s, a], or psi of s_f: (..., representation_size), of any length."""
+    """phi of [s, a], or psi of s_f: (..., representation_size), not normalised."""
     return MLP(args.encoder_width, args.representation_size).apply(params, x)
 
 
@@ -206,7 +208,7 @@ def l1_similarity(phi, psi):
         phi, psi = feature  # (B,), (B,)
         return similarity - jnp.abs(phi[:, None] - psi), None
 
-    unroll = 1 if jax.default_backend() == "cpu" else 8  # an eighth of the kernels; a CPU is slower with it
+    unroll = 1 if jax.default_backend() == "cpu" else 8  # fewer GPU kernels; slower on a CPU
     return jax.lax.scan(subtract, jnp.zeros((len(phi), len(psi))), (phi.T, psi.T), unroll=unroll)[0]
 
 
@@ -245,7 +247,8 @@ def contrastive_loss(params, args, batch):
 
 
 def intrinsic_reward(params, args, batch):
-    """-C((s, a), s_f), the distance to the sampled future (Eq. 3): (B,), 0 where there is no future."""
+    """(B,) -C((s, a), s_f), the distance to the sampled future (Eq. 3), 0 where there is none. Features are normalised
+    by reward_features, not as in the loss."""
     phi = reward_features(args, encode(params["phi"], args, batch.anchor), batch.mask)
     psi = reward_features(args, encode(params["psi"], args, batch.positive), batch.mask)
     if args.temperature == "phi":
@@ -255,7 +258,7 @@ def intrinsic_reward(params, args, batch):
 
 # --------------------------------------------------------------------------------------------------------- SAC
 @flax.struct.dataclass
-class Model:
+class Model:  # parameters and their optimiser's state
     params: Any
     opt_state: Any
 
@@ -315,7 +318,7 @@ def alpha_loss(log_alpha, args, log_prob, target_entropy):
 
 
 def update_sac(args, env, agent, batch, reward, key):
-    """One step of critics, actor and alpha, in this order; then the target critics follow."""
+    """One step of critics, actor and alpha, in this order; then Polyak averaging of the target critics."""
     key_next, key_actor = jax.random.split(key)
     adam = optax.adam(args.learning_rate)
     alpha = jnp.exp(agent.log_alpha.params)
@@ -354,7 +357,7 @@ class Replay:
 
 @flax.struct.dataclass
 class IndexedReplay(Replay):
-    ends: jax.Array  # (T, N) time of the last stored step of each step's trajectory, oldest step first
+    ends: jax.Array  # (T, N) time of the trajectory's last stored step; rows in the order of time, not of the ring
 
 
 @flax.struct.dataclass
@@ -382,7 +385,7 @@ def replay_insert(replay, steps):
 
 
 def index_trajectories(replay):
-    """Find where each trajectory ends: a reverse cumulative minimum over the times of ends. Once an iteration."""
+    """Find where each trajectory ends: a reverse cumulative minimum over the times of ends."""
     t = replay.time - len(replay.obs) + jnp.arange(len(replay.obs), dtype=jnp.int32)[:, None]
     done = jnp.roll(replay.terminated | replay.truncated, -replay.time, axis=0) | (t == replay.time - 1)
     ends = jax.lax.cummin(jnp.where(done, t, replay.time), axis=0, reverse=True)
@@ -417,8 +420,8 @@ class RunState:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def collect(args, env, state):
-    """`unroll_length` steps in every environment, into the replay and the coverage. The start states of new episodes
-    are drawn once an iteration."""
+    """`unroll_length` steps in every environment, into the replay and the coverage. Each environment's start state is
+    drawn once an iteration."""
     key, key_collect, key_learn = jax.random.split(state.key, 3)
     key_start, key_actions = jax.random.split(key_collect)
     starts = jax.vmap(env.reset)(jax.random.split(key_start, args.num_envs))
@@ -427,11 +430,10 @@ def collect(args, env, state):
         now, episode_step = carry
         action, _ = sample_action(state.agent.actor.params, args, key, now.obs, env.action_size)
         carry, (terminated, truncated, *reached) = step_envs(args, env, starts, now, episode_step, action)
-        return carry, (dict(obs=now.obs, action=action, terminated=terminated, truncated=truncated), reached)
+        return carry, (dict(obs=now.obs, action=action, terminated=terminated, truncated=truncated), *reached)
 
     keys = jax.random.split(key_actions, args.unroll_length)
-    (env_state, episode_step), (steps, reached) = jax.lax.scan(step, (state.env, state.episode_step), keys)
-    position, length = reached
+    (env_state, episode_step), (steps, position, length) = jax.lax.scan(step, (state.env, state.episode_step), keys)
     replay = replay_insert(state.replay, steps)
     state = state.replace(key=key, key_learn=key_learn, iteration=state.iteration + 1, env=env_state)
     coverage = mark_visited(args, env, state.coverage, state.iteration, position)
@@ -442,13 +444,11 @@ def collect(args, env, state):
 
 
 def update(args, env, replay, agent, model, key):
-    """One gradient step of everything. The reward comes from the encoders as they are before their step."""
+    """One gradient step of everything. The reward comes from the encoders before their step."""
     key_batch, key_future, key_sac = jax.random.split(key, 3)
     batch = shard(sample_batch(key_batch, args, replay), "envs")
-    reward = jnp.zeros(args.batch_size)
+    reward = args.task_reward_coef * at_goal(args, env, batch.obs)
     metrics = {}
-    if args.task_reward_coef:
-        reward += args.task_reward_coef * at_goal(args, env, batch.obs)
     if args.intrinsic_coef:
         pairs = shard(sample_futures(key_future, args, env, replay, batch), "envs")
         reward += args.intrinsic_coef * intrinsic_reward(model.params, args, pairs)
@@ -460,7 +460,7 @@ def update(args, env, replay, agent, model, key):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def learn(args, env, state):
-    """`gradient_steps` gradient steps."""
+    """Index the trajectories once, then take all gradient steps of the iteration."""
     replay = index_trajectories(state.replay)
     step = lambda models, key: update(args, env, replay, *models, key)
     keys = jax.random.split(state.key_learn, args.gradient_steps)
@@ -495,10 +495,9 @@ def init_state(args, env):
     """The whole state of a run: everything that a checkpoint holds."""
     key, key_env, key_agent, key_phi, key_psi = jax.random.split(jax.random.PRNGKey(args.seed), 5)
     encoder = MLP(args.encoder_width, args.representation_size)
-    state = jnp.zeros(env.state_size)
     params = {
         "phi": encoder.init(key_phi, jnp.zeros(env.state_size + env.action_size)),
-        "psi": encoder.init(key_psi, future_view(args, env, state)),
+        "psi": encoder.init(key_psi, future_view(args, env, jnp.zeros(env.state_size))),
         "log_tau": jnp.zeros(()),
     }
     return RunState(
@@ -524,8 +523,8 @@ SPLIT = {"env": ("envs",), "episode_step": ("envs",), "replay": (None, "envs")}
 
 
 def shard(tree, *axes):
-    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device.
-    XLA does the rest: it sums a batch that is drawn from all devices, and never sends a replay."""
+    """Shard the axes named "envs" over the devices, and replicate the others. XLA does the rest: it all-reduces a batch
+    that is sampled across devices, and never all-gathers the replay."""
     if jax.device_count() == 1:
         return tree
     mesh = jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -538,7 +537,7 @@ def shard_state(state):
 
 
 def all_gather(tree):
-    """All-gather a sharded pytree: whole arrays in every process, or a row of each process's own arrays."""
+    """All-gather a sharded pytree; arrays local to a process are concatenated."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils
@@ -575,8 +574,7 @@ def bin_place(position):
 
 
 def bin_slot(env, place, attempt=0):
-    """Where to look for bins (..., position_size): (...) in the grid, or in the hash table, at the next slot in each
-    attempt."""
+    """(...) slots of bins (..., position_size): the index in the grid, or the hash plus attempt (linear probing)."""
     if env.position_size == 2:
         return jnp.ravel_multi_index(tuple(jnp.moveaxis(place - env.grid_low, -1, 0)), env.grid_shape, mode="clip")
     x = jnp.uint32(0)
@@ -588,8 +586,8 @@ def bin_slot(env, place, attempt=0):
 
 
 def mark_visited(args, env, coverage, iteration, position):
-    """Add the positions (T, N, position_size) of an iteration's steps. A bin that finds none of its eight slots free is
-    not counted: less than 1 in 10,000 of 135,000 bins."""
+    """Add the positions (T, N, position_size) of an iteration's steps. A bin whose eight probes are all taken is not
+    counted: less than 1 in 10,000 of 135,000 bins."""
     steps = ((iteration - 1) * len(position) + 1 + jnp.arange(len(position))) * args.num_envs
     steps = jnp.broadcast_to(steps[:, None], position.shape[:2]).ravel()
     place = bin_place(position).reshape(-1, env.position_size)
@@ -639,7 +637,7 @@ def replay_entropy(env, replay):
 
 
 # ------------------------------------------------------------------------------------------------ environments
-MAZES = {  # 1 wall, r start, g far end, 0 free; row i and column j stand at x = i * cell, y = j * cell
+MAZES = {  # 1 wall, r start, g far end, 0 free; cell (i, j) is centred at x = i * cell, y = j * cell
     "u": "11111 1r001 11101 1g001 11111",
     "large": "11111111 1r011001 10010001 11000111 10010001 10100101 10001g01 11111111",
     "hardest": "111111111111 1r0001000001 101101010101 1000000100g1 101111011101 100101000001 110101010111 "
@@ -669,8 +667,8 @@ class Maze:
         self.grid_low = np.round([-half / BIN] * 2).astype(np.int32)  # the bin of the corner, and bins along x and y
         self.grid_shape = tuple(np.round(np.array(cells.shape) * self.cell / BIN).astype(int))
         self.outlines = [(x - half, y - half, self.cell, self.cell) for x, y in self.walls]
-        bins_per_cell = round(self.cell / BIN) ** 2
-        self.free_bins = (len(self.free) + 1) * bins_per_cell if self.position_size == 2 else None  # unknown in 3-D
+        flat = self.position_size == 2
+        self.free_bins = len(self.free_cells) * round(self.cell / BIN) ** 2 if flat else None  # unknown in 3-D
 
 
 class PointMaze(Maze):
@@ -874,7 +872,7 @@ class ArmBinpick:
             <inertial mass="{row[4]}" pos="{text(row[5:8])}" fullinertia="{text(row[8:14])}"/>
             <joint name="joint{i}" axis="0 0 1" range="{text(row[14:])}"/>"""
             for i, row in enumerate(PANDA))  # fmt: skip
-        # the hand is rigid on link 7, turned by 45 degrees; its mass is not counted, as in the recordings
+        # the hand is rigid on link 7, turned by 45 degrees; its mass is left out, as in the recorded trajectories
         c = np.cos(np.pi / 8)
         s = np.sin(np.pi / 8)
         fingers = "".join(f"""<body pos="0 0 .1654" quat="{quat}">
@@ -921,14 +919,11 @@ class ArmBinpick:
         return self.state(jax.lax.fori_loop(0, 25, lambda _, data: mjx.step(self.sys, data), data))
 
     def state(self, data):
-        hand = 8  # bodies
-        left = 9
-        right = 10
+        hand = 8  # body of the hand; 9 and 10 are the fingers
         offset = data.xpos[hand] - data.subtree_com[2]
         velocity = data.cvel[hand, 3:] + jnp.cross(data.cvel[hand, :3], offset)
-        finger_distance = jnp.linalg.norm(data.xpos[left] - data.xpos[right])
-        gripper_force = 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19
-        gripper = jnp.stack([finger_distance, gripper_force])
+        force = 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19  # of the arm's joints, as in the recorded trajectories
+        gripper = jnp.stack([jnp.linalg.norm(data.xpos[9] - data.xpos[10]), force])
         obs = jnp.concatenate([data.qpos[:3], data.qpos[7:14], data.xpos[hand], velocity, gripper])
         return EnvState(data, obs, jnp.zeros((), bool))
 
@@ -941,7 +936,7 @@ def make_env(name):
 
 
 def step_envs(args, env, starts, now, episode_step, action):
-    """One step in every environment; an episode that ends goes on from its place in starts. Returns the scan carry
+    """One step in every environment; where an episode ends, it restarts from its row of starts. Returns the scan carry
     (state, episode_step), and whether a step terminated or truncated its episode, the position that it reached before
     any reset, and the length of the episode if it ended, else 0."""
     with jax.default_matmul_precision("highest"):  # no TF32 in the physics
@@ -965,8 +960,8 @@ def fail(message, code=2):
 
 
 def start_jax(args):
-    """Join the processes of a launcher, and cache compiled programs: code for one processor can crash another one that
-    shares the home folder, so each kind has a folder of its own."""
+    """Join the launcher's processes, and cache compiled programs by CPU features: code compiled for one CPU can crash
+    on another that shares the home folder."""
     if args.distributed:
         jax.distributed.initialize()
         if jax.process_index() > 0:
@@ -1079,6 +1074,7 @@ class Run(contextlib.ExitStack):
         self.iteration = int(state.iteration)
         self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
         self.recent = []  # seconds of the latest 20 iterations, from the first update on
+        self.picture_iterations = {round(k * args.num_iterations / 5) for k in range(1, 6)}  # the end among them
         self.signals = []
         self.wandb = None
         first = jax.process_index() == 0
@@ -1108,8 +1104,8 @@ class Run(contextlib.ExitStack):
         self.began = time.time()
 
     def log(self, metrics):
-        """Add a row to metrics.csv and return it. A metric that is not finite ends the run; but there is no episode
-        length while no episode ends."""
+        """Add a row to metrics.csv and return it. A metric that is not finite ends the run, except episode_length:
+        nan if no episode ended."""
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         spent = time.time() - self.began
         self.seconds += spent
@@ -1159,11 +1155,6 @@ class Run(contextlib.ExitStack):
 
 
 # ---------------------------------------------------------------------------------------------------- pictures
-def picture_iterations(args):
-    """Five moments of a run, the end among them."""
-    return {round(k * args.num_iterations / 5) for k in range(1, 6)}
-
-
 def draw_places(axes, env, title, place=(), values=(), **style):
     """Walls, start, and the values (n,) of the bins at place (n, 2) that are within 200 m of the start."""
     place = np.reshape(place, (-1, 2)).astype(int)
@@ -1198,8 +1189,8 @@ def save_coverage(args, env, folder, coverage, steps):
     figure = Figure((7, 6), layout="constrained")
     axes = figure.add_subplot()
     title = f"{args.env}: {len(visited):,}{of_bins(env)} bins in {steps:,} steps"
-    late_to_early = (place[::-1, :2], first_visit[::-1])  # from above one sees the bin that was reached first
-    image = draw_places(axes, env, title, *late_to_early, cmap="viridis_r", vmin=0, vmax=steps)
+    # from late to early: from above one sees the bin that was reached first
+    image = draw_places(axes, env, title, place[::-1, :2], first_visit[::-1], cmap="viridis_r", vmin=0, vmax=steps)
     figure.colorbar(image, ax=axes, shrink=0.7, label="environment step of the first visit")
     write_atomically(folder / "coverage.png", lambda file: figure.savefig(file, dpi=100))
 
@@ -1226,8 +1217,8 @@ def save_reward_map(args, env, folder, state):
 
     path = folder / "reward_map.npz"
     steps = int(state.iteration) * args.steps_per_iteration
-    with np.load(path) if path.exists() else contextlib.nullcontext({}) as file:
-        maps = {at: file[at] for at in file if int(at) < steps}
+    stored = np.load(path) if path.exists() else {}
+    maps = {at: stored[at] for at in stored if int(at) < steps}
     position, reward, mask = jax.device_get(sample_rewards(args, env, state))
     place, bins = np.unique(bin_place(position[mask > 0]), axis=0, return_inverse=True)
     mean = np.bincount(bins.ravel(), reward[mask > 0]) / np.bincount(bins.ravel())
@@ -1298,7 +1289,8 @@ def check_args(args, env):
         "batch_size must be at least 2": args.batch_size >= 2,
         "multiplier must be at most 1000": args.multiplier <= 1000,
         "multiplier must leave a gradient step for an iteration": args.gradient_steps >= 1,
-        "replay_size must be above unroll_length and learning_starts": 2 <= rows < args.replay_size,
+        "learning_starts must be at least 2, or unroll_length": rows >= 2,
+        "replay_size must be above unroll_length and learning_starts": rows < args.replay_size,
         "goal_cell must be a free cell of the maze": args.goal_cell is None or list(args.goal_cell) in env.free_cells,
         "task_reward_coef must be 0 where there is no maze": args.task_reward_coef == 0 or env.free_cells,
     })  # fmt: skip
@@ -1331,7 +1323,7 @@ def main(args):
                 state, learn_metrics = compiled_learn(state)
                 metrics |= learn_metrics
             row = run.log(metrics)
-            if iteration in picture_iterations(args):
+            if iteration in run.picture_iterations:
                 save_coverage(args, env, folder, state.coverage, row["steps"])
                 if args.intrinsic_coef:
                     save_reward_map(args, env, folder, state)

@@ -87,7 +87,7 @@ class Args:
     track: bool = False  # send metrics and pictures to wandb too (WANDB_MODE=offline works)
     wandb_project_name: str = "ctec"  # project of the run on wandb
     wandb_entity: str | None = None  # user or team of the run on wandb
-    distributed: bool = False  # all processes that srun or mpirun has started together share this run
+    distributed: bool = False  # one run over all processes that srun or mpirun started
     episode_window: int = 1024  # number of latest finished episodes over which the achievement rates are taken
 
     num_envs: int = 256  # parallel environments (the paper's on the humanoid; ETD: 16)
@@ -95,8 +95,8 @@ class Args:
     episode_length: int = 1000  # steps after which an episode is truncated (paper Table 2; 10,000 in Craftax)
     batch_size: int = 1024  # transitions in a gradient step (paper Table 2; 256 on the humanoid)
     update_epochs: int = 4  # passes over a rollout, of PPO and of the encoders (ETD)
-    learning_rate: float = 3e-4  # Adam step size of PPO (ETD)
-    encoder_learning_rate: float = 1e-4  # Adam step size of the encoders (ETD's launch script)
+    learning_rate: float = 3e-4  # Adam learning rate of PPO (ETD)
+    encoder_learning_rate: float = 1e-4  # Adam learning rate of the encoders (ETD's launch script)
     adam_eps: float = 1e-5  # epsilon of Adam, PPO and the intrinsic-reward model (Craftax baselines)
     max_grad_norm: float = 0.5  # global-norm gradient clipping, PPO and the intrinsic-reward model (ETD)
     agent_width: int = 256  # width of the two hidden layers of actor and critic (paper Table 2)
@@ -113,7 +113,9 @@ class Args:
     memory: Literal["embeddings", "observations"] = "embeddings"  # of ETD: as first encoded (stale); exact, slower
     memory_size: int = 1000  # states of an episode that ETD keeps; of a longer one the latest
     similarity: Literal["l1", "l2"] = "l1"  # C-TeC's: minus this distance (paper: L1 on the robots, L2 in Craftax)
-    reward_features: Literal["batch", "unit"] = "batch"  # for the reward normalise features (code) or rows (text)
+    reward_features: Literal["batch", "unit"] = (
+        "batch"  # reward: normalise features over the batch (code) or rows (text)
+    )
     temperature: Literal["phi", "logits"] = "phi"  # tau divides phi in loss and reward (code), or the logits (text)
     logsumexp_penalty: float = 0.0  # weight of mean(logsumexp^2) in C-TeC's loss (authors' launch script; Table 3: 0.1)
 
@@ -153,7 +155,7 @@ class Pairs:
 
     anchor: jax.Array  # (B, ...)
     positive: jax.Array  # (B, ...)
-    mask: jax.Array  # (B,) 1.0; 0.0: no positive, still a negative for the others
+    mask: jax.Array  # (B,) 0.0: no positive, still a negative for the others; else 1.0
 
 
 def steps_remaining(done):
@@ -164,7 +166,7 @@ def steps_remaining(done):
 
 
 def truncated_geometric(key, remaining, gamma):
-    """Offsets k = 1..remaining with P(k) ~ gamma^(k-1), by the inverse distribution function; 0 if none remains."""
+    """Offsets k = 1..remaining with P(k) ∝ gamma^k, by the inverse distribution function; 0 if none remains."""
     log_gamma = jnp.log(gamma)
     u = jax.random.uniform(key, remaining.shape)
     k = jnp.ceil(jnp.log1p(u * jnp.expm1(remaining * log_gamma)) / log_gamma).astype(jnp.int32)
@@ -281,7 +283,7 @@ def etd_reward(params, args, states, done, memory):
 
 
 def encode(params, args, x):
-    """phi of [s, a], or psi of s_f: (..., representation_size), of any length."""
+    """phi of [s, a], or psi of s_f: (..., representation_size), not normalised."""
     return MLP(args.encoder_width, args.representation_size).apply(params, x)
 
 
@@ -306,7 +308,7 @@ def l1_similarity(phi, psi):
         phi, psi = feature  # (B,), (B,)
         return similarity - jnp.abs(phi[:, None] - psi), None
 
-    unroll = 1 if jax.default_backend() == "cpu" else 8  # an eighth of the kernels; a CPU is slower with it
+    unroll = 1 if jax.default_backend() == "cpu" else 8  # fewer GPU kernels; slower on a CPU
     return jax.lax.scan(subtract, jnp.zeros((len(phi), len(psi))), (phi.T, psi.T), unroll=unroll)[0]
 
 
@@ -357,7 +359,7 @@ def intrinsic_reward(params, args, key, rollout, action, memory):
 
 # --------------------------------------------------------------------------------------------------------- PPO
 @flax.struct.dataclass
-class Model:
+class Model:  # parameters and their optimiser's state
     params: Any
     opt_state: Any
 
@@ -554,7 +556,7 @@ def update(args, env, agent, model, pairs, *rows):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def learn(args, env, state, rollout):
-    """Rewards from the encoders as they are, then `update_epochs` passes of encoders and agent over the rollout, in
+    """Rewards from the current encoders, then `update_epochs` passes of encoders and agent over the rollout, in
     gradient steps of `batch_size` shuffled transitions (a last smaller batch is left out)."""
     key_reward, key_epochs = jax.random.split(state.key_learn)
     actions = action_distribution(env)
@@ -648,8 +650,8 @@ SPLIT = {name: ("envs",) for name in ("env", "episode_step", "memory")}
 
 
 def shard(tree, *axes):
-    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device.
-    XLA does the rest: it sums a batch that is drawn from all devices, and never sends a replay."""
+    """Shard the axes named "envs" over the devices, and replicate the others. XLA does the rest: it all-reduces a batch
+    that is sampled across devices, and never all-gathers the replay."""
     if jax.device_count() == 1:
         return tree
     mesh = jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -662,7 +664,7 @@ def shard_state(state):
 
 
 def all_gather(tree):
-    """All-gather a sharded pytree: whole arrays in every process, or a row of each process's own arrays."""
+    """All-gather a sharded pytree; arrays local to a process are concatenated."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils
@@ -709,8 +711,7 @@ def bin_place(position):
 
 
 def bin_slot(env, place, attempt=0):
-    """Where to look for bins (..., position_size): (...) in the grid, or in the hash table, at the next slot in each
-    attempt."""
+    """(...) slots of bins (..., position_size): the index in the grid, or the hash plus attempt (linear probing)."""
     if env.position_size == 2:
         return jnp.ravel_multi_index(tuple(jnp.moveaxis(place - env.grid_low, -1, 0)), env.grid_shape, mode="clip")
     x = jnp.uint32(0)
@@ -722,8 +723,8 @@ def bin_slot(env, place, attempt=0):
 
 
 def mark_visited(args, env, coverage, iteration, position):
-    """Add the positions (T, N, position_size) of an iteration's steps. A bin that finds none of its eight slots free is
-    not counted: less than 1 in 10,000 of 135,000 bins."""
+    """Add the positions (T, N, position_size) of an iteration's steps. A bin whose eight probes are all taken is not
+    counted: less than 1 in 10,000 of 135,000 bins."""
     steps = ((iteration - 1) * len(position) + 1 + jnp.arange(len(position))) * args.num_envs
     steps = jnp.broadcast_to(steps[:, None], position.shape[:2]).ravel()
     place = bin_place(position).reshape(-1, env.position_size)
@@ -819,7 +820,7 @@ def count_success(args, env, state, position, length, achievements):
 
 
 # ------------------------------------------------------------------------------------------------ environments
-MAZES = {  # 1 wall, r start, g far end, 0 free; row i and column j stand at x = i * cell, y = j * cell
+MAZES = {  # 1 wall, r start, g far end, 0 free; cell (i, j) is centred at x = i * cell, y = j * cell
     "u": "11111 1r001 11101 1g001 11111",
     "large": "11111111 1r011001 10010001 11000111 10010001 10100101 10001g01 11111111",
     "hardest": "111111111111 1r0001000001 101101010101 1000000100g1 101111011101 100101000001 110101010111 "
@@ -849,8 +850,8 @@ class Maze:
         self.grid_low = np.round([-half / BIN] * 2).astype(np.int32)  # the bin of the corner, and bins along x and y
         self.grid_shape = tuple(np.round(np.array(cells.shape) * self.cell / BIN).astype(int))
         self.outlines = [(x - half, y - half, self.cell, self.cell) for x, y in self.walls]
-        bins_per_cell = round(self.cell / BIN) ** 2
-        self.free_bins = (len(self.free) + 1) * bins_per_cell if self.position_size == 2 else None  # unknown in 3-D
+        flat = self.position_size == 2
+        self.free_bins = len(self.free_cells) * round(self.cell / BIN) ** 2 if flat else None  # unknown in 3-D
 
 
 class PointMaze(Maze):
@@ -1054,7 +1055,7 @@ class ArmBinpick:
             <inertial mass="{row[4]}" pos="{text(row[5:8])}" fullinertia="{text(row[8:14])}"/>
             <joint name="joint{i}" axis="0 0 1" range="{text(row[14:])}"/>"""
             for i, row in enumerate(PANDA))  # fmt: skip
-        # the hand is rigid on link 7, turned by 45 degrees; its mass is not counted, as in the recordings
+        # the hand is rigid on link 7, turned by 45 degrees; its mass is left out, as in the recorded trajectories
         c = np.cos(np.pi / 8)
         s = np.sin(np.pi / 8)
         fingers = "".join(f"""<body pos="0 0 .1654" quat="{quat}">
@@ -1101,14 +1102,11 @@ class ArmBinpick:
         return self.state(jax.lax.fori_loop(0, 25, lambda _, data: mjx.step(self.sys, data), data))
 
     def state(self, data):
-        hand = 8  # bodies
-        left = 9
-        right = 10
+        hand = 8  # body of the hand; 9 and 10 are the fingers
         offset = data.xpos[hand] - data.subtree_com[2]
         velocity = data.cvel[hand, 3:] + jnp.cross(data.cvel[hand, :3], offset)
-        finger_distance = jnp.linalg.norm(data.xpos[left] - data.xpos[right])
-        gripper_force = 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19
-        gripper = jnp.stack([finger_distance, gripper_force])
+        force = 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19  # of the arm's joints, as in the recorded trajectories
+        gripper = jnp.stack([jnp.linalg.norm(data.xpos[9] - data.xpos[10]), force])
         obs = jnp.concatenate([data.qpos[:3], data.qpos[7:14], data.xpos[hand], velocity, gripper])
         return EnvState(data, obs, jnp.zeros((), bool))
 
@@ -1154,7 +1152,7 @@ def make_any_env(name):
 
 
 def step_and_reset(args, env, starts, now, episode_step, action):
-    """One step in every environment; an episode that ends goes on from its place in starts. Returns the scan carry
+    """One step in every environment; where an episode ends, it restarts from its row of starts. Returns the scan carry
     (state, episode_step), (observation before the reset, done, truncated), and (its position, the length of the episode
     if it ended, else 0, achievements in Craftax)."""
     with jax.default_matmul_precision("highest"):  # no TF32 in the physics
@@ -1176,8 +1174,8 @@ def fail(message, code=2):
 
 
 def start_jax(args):
-    """Join the processes of a launcher, and cache compiled programs: code for one processor can crash another one that
-    shares the home folder, so each kind has a folder of its own."""
+    """Join the launcher's processes, and cache compiled programs by CPU features: code compiled for one CPU can crash
+    on another that shares the home folder."""
     if args.distributed:
         jax.distributed.initialize()
         if jax.process_index() > 0:
@@ -1290,6 +1288,7 @@ class Run(contextlib.ExitStack):
         self.iteration = int(state.iteration)
         self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
         self.recent = []  # seconds of the latest 20 iterations, from the first update on
+        self.picture_iterations = {round(k * args.num_iterations / 5) for k in range(1, 6)}  # the end among them
         self.signals = []
         self.wandb = None
         first = jax.process_index() == 0
@@ -1319,8 +1318,8 @@ class Run(contextlib.ExitStack):
         self.began = time.time()
 
     def log(self, metrics):
-        """Add a row to metrics.csv and return it. A metric that is not finite ends the run; but there is no episode
-        length while no episode ends."""
+        """Add a row to metrics.csv and return it. A metric that is not finite ends the run, except episode_length:
+        nan if no episode ended."""
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         spent = time.time() - self.began
         self.seconds += spent
@@ -1370,11 +1369,6 @@ class Run(contextlib.ExitStack):
 
 
 # ---------------------------------------------------------------------------------------------------- pictures
-def picture_iterations(args):
-    """Five moments of a run, the end among them."""
-    return {round(k * args.num_iterations / 5) for k in range(1, 6)}
-
-
 def draw_places(axes, env, title, place=(), values=(), **style):
     """Walls, start, and the values (n,) of the bins at place (n, 2) that are within 200 m of the start."""
     place = np.reshape(place, (-1, 2)).astype(int)
@@ -1409,8 +1403,8 @@ def save_coverage(args, env, folder, coverage, steps):
     figure = Figure((7, 6), layout="constrained")
     axes = figure.add_subplot()
     title = f"{args.env}: {len(visited):,}{of_bins(env)} bins in {steps:,} steps"
-    late_to_early = (place[::-1, :2], first_visit[::-1])  # from above one sees the bin that was reached first
-    image = draw_places(axes, env, title, *late_to_early, cmap="viridis_r", vmin=0, vmax=steps)
+    # from late to early: from above one sees the bin that was reached first
+    image = draw_places(axes, env, title, place[::-1, :2], first_visit[::-1], cmap="viridis_r", vmin=0, vmax=steps)
     figure.colorbar(image, ax=axes, shrink=0.7, label="environment step of the first visit")
     write_atomically(folder / "coverage.png", lambda file: figure.savefig(file, dpi=100))
 
@@ -1528,9 +1522,9 @@ def main(args):
             state, rollout, metrics = compiled_collect(state)
             state, learn_metrics = compiled_learn(state, rollout)
             row = run.log(metrics | learn_metrics)
-            if iteration in picture_iterations(args) and env.position_size:
+            if iteration in run.picture_iterations and env.position_size:
                 save_coverage(args, env, folder, state.success, row["steps"])
-            elif iteration in picture_iterations(args):
+            elif iteration in run.picture_iterations:
                 title = f"{args.bonus} ({Path(__file__).stem}), seed {args.seed}, {row['steps']:,} steps"
                 save_bars(folder, title, {"this policy": achievement_rates(state.success)})
             run.save(state)

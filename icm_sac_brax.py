@@ -84,7 +84,7 @@ class Args:
     track: bool = False  # send metrics and pictures to wandb too (WANDB_MODE=offline works)
     wandb_project_name: str = "ctec"  # project of the run on wandb
     wandb_entity: str | None = None  # user or team of the run on wandb
-    distributed: bool = False  # all processes that srun or mpirun has started together share this run
+    distributed: bool = False  # one run over all processes that srun or mpirun started
 
     num_envs: int = 1024  # parallel environments (paper Table 2; 256 on the humanoid)
     unroll_length: int = 62  # steps in each environment before the gradient steps of an iteration (paper Table 2)
@@ -92,12 +92,12 @@ class Args:
     replay_size: int = 10_000  # steps kept for each environment (paper Table 2)
     learning_starts: int = 1000  # steps in each environment before the first gradient step (paper Table 2)
     batch_size: int = 1024  # transitions in a gradient step (paper Table 2; 256 on the humanoid)
-    multiplier: float = 1.0  # gradient steps: num_envs * (episode_length - 1) * multiplier / batch_size (paper Table 2)
-    learning_rate: float = 3e-4  # Adam step size of SAC and of the intrinsic-reward model (paper Tables 2 to 4)
+    multiplier: float = 1.0  # gradient steps an iteration: num_envs * (episode_length - 1) * multiplier / batch_size
+    learning_rate: float = 3e-4  # Adam learning rate of SAC and of the intrinsic-reward model (paper Tables 2 to 4)
     agent_width: int = 256  # width of the two hidden layers of actor and critics (paper Table 2)
     gamma: float = 0.99  # discount of SAC (paper Table 2)
     target_rate: float = 0.005  # Polyak averaging rate of the target critics (authors' code)
-    intrinsic_coef: float = 1.0  # weight of the intrinsic reward; 0 leaves plain SAC, without its model
+    intrinsic_coef: float = 1.0  # weight of the intrinsic reward; 0: plain SAC, the model is not trained
     task_reward_coef: float = 0.0  # weight of the task reward: 1 within 0.5 m of the goal (the paper has none)
     goal_cell: tuple[int, int] | None = None  # row and column of the goal in the maze; None: the furthest free cell
 
@@ -190,7 +190,7 @@ def model_loss(params, args, batch):
 
 # --------------------------------------------------------------------------------------------------------- SAC
 @flax.struct.dataclass
-class Model:
+class Model:  # parameters and their optimiser's state
     params: Any
     opt_state: Any
 
@@ -250,7 +250,7 @@ def alpha_loss(log_alpha, args, log_prob, target_entropy):
 
 
 def update_sac(args, env, agent, batch, reward, key):
-    """One step of critics, actor and alpha, in this order; then the target critics follow."""
+    """One step of critics, actor and alpha, in this order; then Polyak averaging of the target critics."""
     key_next, key_actor = jax.random.split(key)
     adam = optax.adam(args.learning_rate)
     alpha = jnp.exp(agent.log_alpha.params)
@@ -339,8 +339,8 @@ class RunState:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def collect(args, env, state):
-    """`unroll_length` steps in every environment, into the replay and the coverage. The start states of new episodes
-    are drawn once an iteration."""
+    """`unroll_length` steps in every environment, into the replay and the coverage. Each environment's start state is
+    drawn once an iteration."""
     key, key_collect, key_learn = jax.random.split(state.key, 3)
     key_start, key_actions = jax.random.split(key_collect)
     starts = jax.vmap(env.reset)(jax.random.split(key_start, args.num_envs))
@@ -349,11 +349,10 @@ def collect(args, env, state):
         now, episode_step = carry
         action, _ = sample_action(state.agent.actor.params, args, key, now.obs, env.action_size)
         carry, (terminated, truncated, *reached) = step_envs(args, env, starts, now, episode_step, action)
-        return carry, (dict(obs=now.obs, action=action, terminated=terminated, truncated=truncated), reached)
+        return carry, (dict(obs=now.obs, action=action, terminated=terminated, truncated=truncated), *reached)
 
     keys = jax.random.split(key_actions, args.unroll_length)
-    (env_state, episode_step), (steps, reached) = jax.lax.scan(step, (state.env, state.episode_step), keys)
-    position, length = reached
+    (env_state, episode_step), (steps, position, length) = jax.lax.scan(step, (state.env, state.episode_step), keys)
     replay = replay_insert(state.replay, steps)
     state = state.replace(key=key, key_learn=key_learn, iteration=state.iteration + 1, env=env_state)
     coverage = mark_visited(args, env, state.coverage, state.iteration, position)
@@ -364,13 +363,11 @@ def collect(args, env, state):
 
 
 def update(args, env, replay, agent, model, key):
-    """One gradient step of everything. The reward comes from the models as they are before their step."""
+    """One gradient step of everything. The reward comes from the models before their step."""
     key_batch, key_sac = jax.random.split(key)
     batch = shard(sample_batch(key_batch, args, replay), "envs")
-    reward = jnp.zeros(args.batch_size)
+    reward = args.task_reward_coef * at_goal(args, env, batch.obs)
     metrics = {}
-    if args.task_reward_coef:
-        reward += args.task_reward_coef * at_goal(args, env, batch.obs)
     if args.intrinsic_coef:
         bonus = intrinsic_reward(model.params, args, batch)
         if args.scale_reward:
@@ -447,8 +444,8 @@ SPLIT = {"env": ("envs",), "episode_step": ("envs",), "replay": (None, "envs")}
 
 
 def shard(tree, *axes):
-    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device.
-    XLA does the rest: it sums a batch that is drawn from all devices, and never sends a replay."""
+    """Shard the axes named "envs" over the devices, and replicate the others. XLA does the rest: it all-reduces a batch
+    that is sampled across devices, and never all-gathers the replay."""
     if jax.device_count() == 1:
         return tree
     mesh = jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -461,7 +458,7 @@ def shard_state(state):
 
 
 def all_gather(tree):
-    """All-gather a sharded pytree: whole arrays in every process, or a row of each process's own arrays."""
+    """All-gather a sharded pytree; arrays local to a process are concatenated."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils
@@ -498,8 +495,7 @@ def bin_place(position):
 
 
 def bin_slot(env, place, attempt=0):
-    """Where to look for bins (..., position_size): (...) in the grid, or in the hash table, at the next slot in each
-    attempt."""
+    """(...) slots of bins (..., position_size): the index in the grid, or the hash plus attempt (linear probing)."""
     if env.position_size == 2:
         return jnp.ravel_multi_index(tuple(jnp.moveaxis(place - env.grid_low, -1, 0)), env.grid_shape, mode="clip")
     x = jnp.uint32(0)
@@ -511,8 +507,8 @@ def bin_slot(env, place, attempt=0):
 
 
 def mark_visited(args, env, coverage, iteration, position):
-    """Add the positions (T, N, position_size) of an iteration's steps. A bin that finds none of its eight slots free is
-    not counted: less than 1 in 10,000 of 135,000 bins."""
+    """Add the positions (T, N, position_size) of an iteration's steps. A bin whose eight probes are all taken is not
+    counted: less than 1 in 10,000 of 135,000 bins."""
     steps = ((iteration - 1) * len(position) + 1 + jnp.arange(len(position))) * args.num_envs
     steps = jnp.broadcast_to(steps[:, None], position.shape[:2]).ravel()
     place = bin_place(position).reshape(-1, env.position_size)
@@ -556,7 +552,7 @@ def replay_entropy(env, replay):
 
 
 # ------------------------------------------------------------------------------------------------ environments
-MAZES = {  # 1 wall, r start, g far end, 0 free; row i and column j stand at x = i * cell, y = j * cell
+MAZES = {  # 1 wall, r start, g far end, 0 free; cell (i, j) is centred at x = i * cell, y = j * cell
     "u": "11111 1r001 11101 1g001 11111",
     "large": "11111111 1r011001 10010001 11000111 10010001 10100101 10001g01 11111111",
     "hardest": "111111111111 1r0001000001 101101010101 1000000100g1 101111011101 100101000001 110101010111 "
@@ -586,8 +582,8 @@ class Maze:
         self.grid_low = np.round([-half / BIN] * 2).astype(np.int32)  # the bin of the corner, and bins along x and y
         self.grid_shape = tuple(np.round(np.array(cells.shape) * self.cell / BIN).astype(int))
         self.outlines = [(x - half, y - half, self.cell, self.cell) for x, y in self.walls]
-        bins_per_cell = round(self.cell / BIN) ** 2
-        self.free_bins = (len(self.free) + 1) * bins_per_cell if self.position_size == 2 else None  # unknown in 3-D
+        flat = self.position_size == 2
+        self.free_bins = len(self.free_cells) * round(self.cell / BIN) ** 2 if flat else None  # unknown in 3-D
 
 
 class PointMaze(Maze):
@@ -791,7 +787,7 @@ class ArmBinpick:
             <inertial mass="{row[4]}" pos="{text(row[5:8])}" fullinertia="{text(row[8:14])}"/>
             <joint name="joint{i}" axis="0 0 1" range="{text(row[14:])}"/>"""
             for i, row in enumerate(PANDA))  # fmt: skip
-        # the hand is rigid on link 7, turned by 45 degrees; its mass is not counted, as in the recordings
+        # the hand is rigid on link 7, turned by 45 degrees; its mass is left out, as in the recorded trajectories
         c = np.cos(np.pi / 8)
         s = np.sin(np.pi / 8)
         fingers = "".join(f"""<body pos="0 0 .1654" quat="{quat}">
@@ -838,14 +834,11 @@ class ArmBinpick:
         return self.state(jax.lax.fori_loop(0, 25, lambda _, data: mjx.step(self.sys, data), data))
 
     def state(self, data):
-        hand = 8  # bodies
-        left = 9
-        right = 10
+        hand = 8  # body of the hand; 9 and 10 are the fingers
         offset = data.xpos[hand] - data.subtree_com[2]
         velocity = data.cvel[hand, 3:] + jnp.cross(data.cvel[hand, :3], offset)
-        finger_distance = jnp.linalg.norm(data.xpos[left] - data.xpos[right])
-        gripper_force = 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19
-        gripper = jnp.stack([finger_distance, gripper_force])
+        force = 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19  # of the arm's joints, as in the recorded trajectories
+        gripper = jnp.stack([jnp.linalg.norm(data.xpos[9] - data.xpos[10]), force])
         obs = jnp.concatenate([data.qpos[:3], data.qpos[7:14], data.xpos[hand], velocity, gripper])
         return EnvState(data, obs, jnp.zeros((), bool))
 
@@ -858,7 +851,7 @@ def make_env(name):
 
 
 def step_envs(args, env, starts, now, episode_step, action):
-    """One step in every environment; an episode that ends goes on from its place in starts. Returns the scan carry
+    """One step in every environment; where an episode ends, it restarts from its row of starts. Returns the scan carry
     (state, episode_step), and whether a step terminated or truncated its episode, the position that it reached before
     any reset, and the length of the episode if it ended, else 0."""
     with jax.default_matmul_precision("highest"):  # no TF32 in the physics
@@ -882,8 +875,8 @@ def fail(message, code=2):
 
 
 def start_jax(args):
-    """Join the processes of a launcher, and cache compiled programs: code for one processor can crash another one that
-    shares the home folder, so each kind has a folder of its own."""
+    """Join the launcher's processes, and cache compiled programs by CPU features: code compiled for one CPU can crash
+    on another that shares the home folder."""
     if args.distributed:
         jax.distributed.initialize()
         if jax.process_index() > 0:
@@ -996,6 +989,7 @@ class Run(contextlib.ExitStack):
         self.iteration = int(state.iteration)
         self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
         self.recent = []  # seconds of the latest 20 iterations, from the first update on
+        self.picture_iterations = {round(k * args.num_iterations / 5) for k in range(1, 6)}  # the end among them
         self.signals = []
         self.wandb = None
         first = jax.process_index() == 0
@@ -1025,8 +1019,8 @@ class Run(contextlib.ExitStack):
         self.began = time.time()
 
     def log(self, metrics):
-        """Add a row to metrics.csv and return it. A metric that is not finite ends the run; but there is no episode
-        length while no episode ends."""
+        """Add a row to metrics.csv and return it. A metric that is not finite ends the run, except episode_length:
+        nan if no episode ended."""
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         spent = time.time() - self.began
         self.seconds += spent
@@ -1076,11 +1070,6 @@ class Run(contextlib.ExitStack):
 
 
 # ---------------------------------------------------------------------------------------------------- pictures
-def picture_iterations(args):
-    """Five moments of a run, the end among them."""
-    return {round(k * args.num_iterations / 5) for k in range(1, 6)}
-
-
 def draw_places(axes, env, title, place=(), values=(), **style):
     """Walls, start, and the values (n,) of the bins at place (n, 2) that are within 200 m of the start."""
     place = np.reshape(place, (-1, 2)).astype(int)
@@ -1115,8 +1104,8 @@ def save_coverage(args, env, folder, coverage, steps):
     figure = Figure((7, 6), layout="constrained")
     axes = figure.add_subplot()
     title = f"{args.env}: {len(visited):,}{of_bins(env)} bins in {steps:,} steps"
-    late_to_early = (place[::-1, :2], first_visit[::-1])  # from above one sees the bin that was reached first
-    image = draw_places(axes, env, title, *late_to_early, cmap="viridis_r", vmin=0, vmax=steps)
+    # from late to early: from above one sees the bin that was reached first
+    image = draw_places(axes, env, title, place[::-1, :2], first_visit[::-1], cmap="viridis_r", vmin=0, vmax=steps)
     figure.colorbar(image, ax=axes, shrink=0.7, label="environment step of the first visit")
     write_atomically(folder / "coverage.png", lambda file: figure.savefig(file, dpi=100))
 
@@ -1178,7 +1167,8 @@ def check_args(args, env):
         "batch_size must be at least 2": args.batch_size >= 2,
         "multiplier must be at most 1000": args.multiplier <= 1000,
         "multiplier must leave a gradient step for an iteration": args.gradient_steps >= 1,
-        "replay_size must be above unroll_length and learning_starts": 2 <= rows < args.replay_size,
+        "learning_starts must be at least 2, or unroll_length": rows >= 2,
+        "replay_size must be above unroll_length and learning_starts": rows < args.replay_size,
         "goal_cell must be a free cell of the maze": args.goal_cell is None or list(args.goal_cell) in env.free_cells,
         "task_reward_coef must be 0 where there is no maze": args.task_reward_coef == 0 or env.free_cells,
     })  # fmt: skip
@@ -1211,7 +1201,7 @@ def main(args):
                 state, learn_metrics = compiled_learn(state)
                 metrics |= learn_metrics
             row = run.log(metrics)
-            if iteration in picture_iterations(args):
+            if iteration in run.picture_iterations:
                 save_coverage(args, env, folder, state.coverage, row["steps"])
             run.save(state)
     return finish(env, folder, row)

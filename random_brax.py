@@ -73,7 +73,7 @@ class Args:
     track: bool = False  # send metrics and pictures to wandb too (WANDB_MODE=offline works)
     wandb_project_name: str = "ctec"  # project of the run on wandb
     wandb_entity: str | None = None  # user or team of the run on wandb
-    distributed: bool = False  # all processes that srun or mpirun has started together share this run
+    distributed: bool = False  # one run over all processes that srun or mpirun started
 
     num_envs: int = 1024  # parallel environments (paper Table 2; 256 on the humanoid)
     unroll_length: int = 62  # steps in each environment before the gradient steps of an iteration (paper Table 2)
@@ -148,8 +148,8 @@ SPLIT = {"env": ("envs",), "episode_step": ("envs",)}
 
 
 def shard(tree, *axes):
-    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device.
-    XLA does the rest: it sums a batch that is drawn from all devices, and never sends a replay."""
+    """Shard the axes named "envs" over the devices, and replicate the others. XLA does the rest: it all-reduces a batch
+    that is sampled across devices, and never all-gathers the replay."""
     if jax.device_count() == 1:
         return tree
     mesh = jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -162,7 +162,7 @@ def shard_state(state):
 
 
 def all_gather(tree):
-    """All-gather a sharded pytree: whole arrays in every process, or a row of each process's own arrays."""
+    """All-gather a sharded pytree; arrays local to a process are concatenated."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils
@@ -199,8 +199,7 @@ def bin_place(position):
 
 
 def bin_slot(env, place, attempt=0):
-    """Where to look for bins (..., position_size): (...) in the grid, or in the hash table, at the next slot in each
-    attempt."""
+    """(...) slots of bins (..., position_size): the index in the grid, or the hash plus attempt (linear probing)."""
     if env.position_size == 2:
         return jnp.ravel_multi_index(tuple(jnp.moveaxis(place - env.grid_low, -1, 0)), env.grid_shape, mode="clip")
     x = jnp.uint32(0)
@@ -212,8 +211,8 @@ def bin_slot(env, place, attempt=0):
 
 
 def mark_visited(args, env, coverage, iteration, position):
-    """Add the positions (T, N, position_size) of an iteration's steps. A bin that finds none of its eight slots free is
-    not counted: less than 1 in 10,000 of 135,000 bins."""
+    """Add the positions (T, N, position_size) of an iteration's steps. A bin whose eight probes are all taken is not
+    counted: less than 1 in 10,000 of 135,000 bins."""
     steps = ((iteration - 1) * len(position) + 1 + jnp.arange(len(position))) * args.num_envs
     steps = jnp.broadcast_to(steps[:, None], position.shape[:2]).ravel()
     place = bin_place(position).reshape(-1, env.position_size)
@@ -248,7 +247,7 @@ def coverage_metrics(coverage, length):
 
 
 # ------------------------------------------------------------------------------------------------ environments
-MAZES = {  # 1 wall, r start, g far end, 0 free; row i and column j stand at x = i * cell, y = j * cell
+MAZES = {  # 1 wall, r start, g far end, 0 free; cell (i, j) is centred at x = i * cell, y = j * cell
     "u": "11111 1r001 11101 1g001 11111",
     "large": "11111111 1r011001 10010001 11000111 10010001 10100101 10001g01 11111111",
     "hardest": "111111111111 1r0001000001 101101010101 1000000100g1 101111011101 100101000001 110101010111 "
@@ -278,8 +277,8 @@ class Maze:
         self.grid_low = np.round([-half / BIN] * 2).astype(np.int32)  # the bin of the corner, and bins along x and y
         self.grid_shape = tuple(np.round(np.array(cells.shape) * self.cell / BIN).astype(int))
         self.outlines = [(x - half, y - half, self.cell, self.cell) for x, y in self.walls]
-        bins_per_cell = round(self.cell / BIN) ** 2
-        self.free_bins = (len(self.free) + 1) * bins_per_cell if self.position_size == 2 else None  # unknown in 3-D
+        flat = self.position_size == 2
+        self.free_bins = len(self.free_cells) * round(self.cell / BIN) ** 2 if flat else None  # unknown in 3-D
 
 
 class PointMaze(Maze):
@@ -483,7 +482,7 @@ class ArmBinpick:
             <inertial mass="{row[4]}" pos="{text(row[5:8])}" fullinertia="{text(row[8:14])}"/>
             <joint name="joint{i}" axis="0 0 1" range="{text(row[14:])}"/>"""
             for i, row in enumerate(PANDA))  # fmt: skip
-        # the hand is rigid on link 7, turned by 45 degrees; its mass is not counted, as in the recordings
+        # the hand is rigid on link 7, turned by 45 degrees; its mass is left out, as in the recorded trajectories
         c = np.cos(np.pi / 8)
         s = np.sin(np.pi / 8)
         fingers = "".join(f"""<body pos="0 0 .1654" quat="{quat}">
@@ -530,14 +529,11 @@ class ArmBinpick:
         return self.state(jax.lax.fori_loop(0, 25, lambda _, data: mjx.step(self.sys, data), data))
 
     def state(self, data):
-        hand = 8  # bodies
-        left = 9
-        right = 10
+        hand = 8  # body of the hand; 9 and 10 are the fingers
         offset = data.xpos[hand] - data.subtree_com[2]
         velocity = data.cvel[hand, 3:] + jnp.cross(data.cvel[hand, :3], offset)
-        finger_distance = jnp.linalg.norm(data.xpos[left] - data.xpos[right])
-        gripper_force = 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19
-        gripper = jnp.stack([finger_distance, gripper_force])
+        force = 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19  # of the arm's joints, as in the recorded trajectories
+        gripper = jnp.stack([jnp.linalg.norm(data.xpos[9] - data.xpos[10]), force])
         obs = jnp.concatenate([data.qpos[:3], data.qpos[7:14], data.xpos[hand], velocity, gripper])
         return EnvState(data, obs, jnp.zeros((), bool))
 
@@ -550,7 +546,7 @@ def make_env(name):
 
 
 def step_envs(args, env, starts, now, episode_step, action):
-    """One step in every environment; an episode that ends goes on from its place in starts. Returns the scan carry
+    """One step in every environment; where an episode ends, it restarts from its row of starts. Returns the scan carry
     (state, episode_step), and whether a step terminated or truncated its episode, the position that it reached before
     any reset, and the length of the episode if it ended, else 0."""
     with jax.default_matmul_precision("highest"):  # no TF32 in the physics
@@ -574,8 +570,8 @@ def fail(message, code=2):
 
 
 def start_jax(args):
-    """Join the processes of a launcher, and cache compiled programs: code for one processor can crash another one that
-    shares the home folder, so each kind has a folder of its own."""
+    """Join the launcher's processes, and cache compiled programs by CPU features: code compiled for one CPU can crash
+    on another that shares the home folder."""
     if args.distributed:
         jax.distributed.initialize()
         if jax.process_index() > 0:
@@ -688,6 +684,7 @@ class Run(contextlib.ExitStack):
         self.iteration = int(state.iteration)
         self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
         self.recent = []  # seconds of the latest 20 iterations, from the first update on
+        self.picture_iterations = {round(k * args.num_iterations / 5) for k in range(1, 6)}  # the end among them
         self.signals = []
         self.wandb = None
         first = jax.process_index() == 0
@@ -717,8 +714,8 @@ class Run(contextlib.ExitStack):
         self.began = time.time()
 
     def log(self, metrics):
-        """Add a row to metrics.csv and return it. A metric that is not finite ends the run; but there is no episode
-        length while no episode ends."""
+        """Add a row to metrics.csv and return it. A metric that is not finite ends the run, except episode_length:
+        nan if no episode ended."""
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         spent = time.time() - self.began
         self.seconds += spent
@@ -768,11 +765,6 @@ class Run(contextlib.ExitStack):
 
 
 # ---------------------------------------------------------------------------------------------------- pictures
-def picture_iterations(args):
-    """Five moments of a run, the end among them."""
-    return {round(k * args.num_iterations / 5) for k in range(1, 6)}
-
-
 def draw_places(axes, env, title, place=(), values=(), **style):
     """Walls, start, and the values (n,) of the bins at place (n, 2) that are within 200 m of the start."""
     place = np.reshape(place, (-1, 2)).astype(int)
@@ -807,8 +799,8 @@ def save_coverage(args, env, folder, coverage, steps):
     figure = Figure((7, 6), layout="constrained")
     axes = figure.add_subplot()
     title = f"{args.env}: {len(visited):,}{of_bins(env)} bins in {steps:,} steps"
-    late_to_early = (place[::-1, :2], first_visit[::-1])  # from above one sees the bin that was reached first
-    image = draw_places(axes, env, title, *late_to_early, cmap="viridis_r", vmin=0, vmax=steps)
+    # from late to early: from above one sees the bin that was reached first
+    image = draw_places(axes, env, title, place[::-1, :2], first_visit[::-1], cmap="viridis_r", vmin=0, vmax=steps)
     figure.colorbar(image, ax=axes, shrink=0.7, label="environment step of the first visit")
     write_atomically(folder / "coverage.png", lambda file: figure.savefig(file, dpi=100))
 
@@ -883,7 +875,7 @@ def main(args):
         for iteration in range(run.iteration + 1, args.num_iterations + 1):
             state, metrics = compiled_collect(state)
             row = run.log(metrics)
-            if iteration in picture_iterations(args):
+            if iteration in run.picture_iterations:
                 save_coverage(args, env, folder, state.coverage, row["steps"])
             run.save(state)
     return finish(env, folder, row)

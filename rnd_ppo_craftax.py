@@ -71,7 +71,7 @@ class Args:
     track: bool = False  # send metrics and pictures to wandb too (WANDB_MODE=offline works)
     wandb_project_name: str = "ctec"  # project of the run on wandb
     wandb_entity: str | None = None  # user or team of the run on wandb
-    distributed: bool = False  # all processes that srun or mpirun has started together share this run
+    distributed: bool = False  # one run over all processes that srun or mpirun started
     episode_window: int = 1024  # number of latest finished episodes over which the achievement rates are taken
     random_iterations: int = 16  # first iterations, in which the policy stays nearly uniform and the model learns
 
@@ -80,7 +80,7 @@ class Args:
     reset_ratio: int = 16  # optimistic resets: one new world for this many environment steps (Craftax baselines)
     num_minibatches: int = 8  # minibatches of a pass of PPO, of environments' whole sequences (Craftax baselines)
     update_epochs: int = 4  # passes of PPO over a rollout (paper Table 5)
-    learning_rate: float = 2e-4  # Adam step size of PPO, annealed linearly to 0 (paper Table 5)
+    learning_rate: float = 2e-4  # Adam learning rate of PPO, annealed linearly to 0 (paper Table 5)
     adam_eps: float = 1e-5  # epsilon of Adam, PPO and the intrinsic-reward model (Craftax baselines)
     max_grad_norm: float = 1.0  # global-norm gradient clipping, PPO and the intrinsic-reward model (paper Table 5)
     agent_width: int = 512  # width of the embedding, the GRU and the two hidden layers of each head (paper Table 5)
@@ -90,11 +90,11 @@ class Args:
     entropy_coef: float = 0.01  # weight of the entropy bonus (paper Table 5)
     value_coef: float = 0.5  # weight of the value loss (Craftax baselines)
     task_reward_coef: float = 0.0  # weight of the game's own reward (the paper has none)
-    intrinsic_coef: float = 1.0  # weight of the intrinsic reward; 0 leaves plain PPO, without its model
+    intrinsic_coef: float = 1.0  # weight of the intrinsic reward; 0: plain PPO, the model is not trained
 
     rnd_width: int = 256  # width of the two hidden layers of predictor and target (paper Tables 4 and 7)
     feature_dim: int = 512  # number of features (paper Tables 4 and 7)
-    model_learning_rate: float = 3e-4  # Adam step size of the intrinsic-reward model (paper Table 7)
+    model_learning_rate: float = 3e-4  # Adam learning rate of the intrinsic-reward model (paper Table 7)
     model_epochs: int = 4  # passes of the intrinsic-reward model over the transitions of a rollout (as PPO's)
     model_minibatches: int = 8  # minibatches of such a pass (as PPO's)
 
@@ -189,7 +189,7 @@ def model_loss(params, args, batch):
 
 # --------------------------------------------------------------------------------------------------------- PPO
 @flax.struct.dataclass
-class Model:
+class Model:  # parameters and their optimiser's state
     params: Any
     opt_state: Any
 
@@ -350,7 +350,7 @@ class RunState:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def collect(args, env, state):
-    """`num_steps` steps in every environment. An episode that ends goes on in a new world. These are made beforehand,
+    """`num_steps` steps in every environment. An ended episode restarts in a new world. These are made beforehand,
     one for `reset_ratio` environment steps, and taken in turn (again from the first one, should they run out)."""
     key, key_collect, key_learn = jax.random.split(state.key, 3)
     key_worlds, key_steps = jax.random.split(key_collect)
@@ -487,8 +487,8 @@ SPLIT = {"players": ("envs",)}
 
 
 def shard(tree, *axes):
-    """Split the first axes of the arrays over the devices where they are named "envs"; copy all else to each device.
-    XLA does the rest: it sums a batch that is drawn from all devices, and never sends a replay."""
+    """Shard the axes named "envs" over the devices, and replicate the others. XLA does the rest: it all-reduces a batch
+    that is sampled across devices, and never all-gathers the replay."""
     if jax.device_count() == 1:
         return tree
     mesh = jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -501,7 +501,7 @@ def shard_state(state):
 
 
 def all_gather(tree):
-    """All-gather a sharded pytree: whole arrays in every process, or a row of each process's own arrays."""
+    """All-gather a sharded pytree; arrays local to a process are concatenated."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils
@@ -604,8 +604,8 @@ def fail(message, code=2):
 
 
 def start_jax(args):
-    """Join the processes of a launcher, and cache compiled programs: code for one processor can crash another one that
-    shares the home folder, so each kind has a folder of its own."""
+    """Join the launcher's processes, and cache compiled programs by CPU features: code compiled for one CPU can crash
+    on another that shares the home folder."""
     if args.distributed:
         jax.distributed.initialize()
         if jax.process_index() > 0:
@@ -718,6 +718,7 @@ class Run(contextlib.ExitStack):
         self.iteration = int(state.iteration)
         self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
         self.recent = []  # seconds of the latest 20 iterations, from the first update on
+        self.picture_iterations = {round(k * args.num_iterations / 5) for k in range(1, 6)}  # the end among them
         self.signals = []
         self.wandb = None
         first = jax.process_index() == 0
@@ -747,8 +748,8 @@ class Run(contextlib.ExitStack):
         self.began = time.time()
 
     def log(self, metrics):
-        """Add a row to metrics.csv and return it. A metric that is not finite ends the run; but there is no episode
-        length while no episode ends."""
+        """Add a row to metrics.csv and return it. A metric that is not finite ends the run, except episode_length:
+        nan if no episode ended."""
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         spent = time.time() - self.began
         self.seconds += spent
@@ -798,11 +799,6 @@ class Run(contextlib.ExitStack):
 
 
 # ---------------------------------------------------------------------------------------------------- pictures
-def picture_iterations(args):
-    """Five moments of a run, the end among them."""
-    return {round(k * args.num_iterations / 5) for k in range(1, 6)}
-
-
 def save_bars(folder, title, bars):
     """achievements.png: the share of episodes that unlocked each achievement, for each {label: (22,) rates}."""
     from matplotlib.figure import Figure
@@ -913,7 +909,7 @@ def main(args):
                 state, policy_metrics = compiled_policy(state, *steps, reward)
                 metrics |= policy_metrics
             row = run.log(metrics)
-            if iteration in picture_iterations(args):
+            if iteration in run.picture_iterations:
                 title = f"{Path(__file__).stem}, seed {args.seed}, {row['steps']:,} steps"
                 rates = achievement_rates(state.episodes)
                 save_bars(folder, title, {"this policy": rates, "uniform random actions": state.random_rates})
