@@ -779,10 +779,11 @@ def start_run(args, init, buffers):
     state = load_checkpoint(folder / "checkpoint.npz", template) if args.resume else None
     if state and state.iteration >= args.num_iterations:
         fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    try:
-        folder.mkdir(parents=True, exist_ok=bool(args.resume) or jax.process_index() > 0)
-    except OSError as error:
-        fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
+    if jax.process_index() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=bool(args.resume))
+        except OSError as error:
+            fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
     devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
     print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
