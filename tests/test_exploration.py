@@ -34,9 +34,9 @@ def test_sac_learns_a_known_reward(monkeypatch):
 
 
 def test_explores_more_than_no_bonus_and_than_random_actions():
-    flags = "--env point_hardest_maze --total-timesteps 600000 --multiplier 0.032".split()
-    metrics = train(ctec, *flags)[1]
-    without = train(ctec, *flags, "--intrinsic-coef", "0")[1]
+    flags = ("--env", "point_hardest_maze", "--total-timesteps", "600000")
+    metrics = train(ctec, *flags, "--multiplier", "0.032")[1]
+    without = train(ctec, *flags, "--multiplier", "0.032", "--intrinsic-coef", "0")[1]
     random = train(random_brax, *flags)[1]
     assert metrics["coverage"] > 1.2 * without["coverage"]
     assert metrics["coverage"] > 1.5 * random["coverage"]
