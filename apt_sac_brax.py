@@ -102,9 +102,7 @@ class Args:
 
     encoder_width: int = 1024  # width of the hidden layers of the intrinsic-reward model (paper Tables 3 and 4)
     representation_size: int = 64  # size of a representation (paper Tables 3 and 4)
-    reward_features: Literal["batch", "unit"] = (
-        "batch"  # reward: normalise features over the batch (code) or rows (text)
-    )
+    reward_features: Literal["batch", "unit"] = "batch"  # reward: normalise features (code) or rows (text)
     temperature: Literal["phi", "logits"] = "phi"  # tau divides phi in loss and reward (code), or the logits (text)
     noise: float = 0.5  # standard deviation of the noise on a state's copy (paper Table 4)
     neighbours: int = 12  # nearest neighbours in the batch whose mean distance is the reward (authors' code)

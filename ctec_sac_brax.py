@@ -105,9 +105,7 @@ class Args:
     gamma_cl: float = 0.99  # discount of the future-state distribution, Eq. 1 (authors' code; 0.3 in Craftax)
     first_offset: Literal[0, 1] = 1  # smallest offset of a future (authors' code; Eq. 1 and Craftax: 0, s itself)
     logsumexp_penalty: float = 0.0  # weight of mean(logsumexp^2) in the loss (authors' launch script; Table 3: 0.1)
-    reward_features: Literal["batch", "unit"] = (
-        "batch"  # reward: normalise features over the batch (code) or rows (text)
-    )
+    reward_features: Literal["batch", "unit"] = "batch"  # reward: normalise features (code) or rows (text)
     temperature: Literal["phi", "logits"] = "phi"  # tau divides phi in loss and reward (code), or the logits (text)
     future_state: Literal["full", "goal"] = "full"  # what psi sees: the full state, or only its position (Appendix D)
 

@@ -113,9 +113,7 @@ class Args:
     memory: Literal["embeddings", "observations"] = "embeddings"  # of ETD: as first encoded (stale); exact, slower
     memory_size: int = 1000  # states of an episode that ETD keeps; of a longer one the latest
     similarity: Literal["l1", "l2"] = "l1"  # C-TeC's: minus this distance (paper: L1 on the robots, L2 in Craftax)
-    reward_features: Literal["batch", "unit"] = (
-        "batch"  # reward: normalise features over the batch (code) or rows (text)
-    )
+    reward_features: Literal["batch", "unit"] = "batch"  # reward: normalise features (code) or rows (text)
     temperature: Literal["phi", "logits"] = "phi"  # tau divides phi in loss and reward (code), or the logits (text)
     logsumexp_penalty: float = 0.0  # weight of mean(logsumexp^2) in C-TeC's loss (authors' launch script; Table 3: 0.1)
 
