@@ -235,7 +235,7 @@ STUDIES = {
         ),
         seeds=(11,),
         pictures=("curves", "diagnostics"),
-        at_steps=tuple(m * 1_000_000 for m in (1, 2, 4, 8, 12, 16, 20, 25, 30)),
+        at_steps=tuple(m * 1_000_000 for m in (1, 2, 4, 8, 12, 16, 20, 24, 30)),
         paper=((30_000_000, 102, 11),),
         note="The part of 30M steps that is done; one seed is one seed.",
     ),
