@@ -783,6 +783,9 @@ def start_run(args, init, buffers):
         try:
             folder.mkdir(parents=True, exist_ok=bool(args.resume))
         except OSError as error:
+            if folder.is_dir():  # a run with other flags began in the same second
+                time.sleep(1)
+                return start_run(args, init, buffers)
             fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
     devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")

@@ -501,6 +501,22 @@ def test_a_robot_on_a_cpu_is_told_the_flag_that_makes_it_fast(tmp_path, capsys, 
         assert ("--xla_cpu_use_fusion_emitters=false" in capsys.readouterr().out) == told
 
 
+def test_two_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    """As in a sweep over a flag. A name that is taken by anything but a folder is no reason to wait."""
+    now = iter(["120000", "120000", "120001"])
+    monkeypatch.setattr(ctec.time, "strftime", lambda _: next(now))
+    monkeypatch.setattr(ctec.time, "sleep", lambda seconds: None)
+    args = ctec.Args(env="point_u_maze", run_dir=str(tmp_path))
+    folders = [ctec.start_run(args, lambda: Counter(jnp.int32(0)), "no buffer")[0] for _ in range(2)]
+    assert [folder.name.split("__")[-1] for folder in folders] == ["120000", "120001"]
+    assert all(folder.is_dir() for folder in folders)
+    monkeypatch.setattr(ctec.time, "strftime", lambda _: "120002")
+    (tmp_path / "point_u_maze__ctec_sac_brax__1__120002").symlink_to(tmp_path / "gone")
+    with pytest.raises(SystemExit) as stop:
+        ctec.start_run(args, lambda: Counter(jnp.int32(0)), "no buffer")
+    assert stop.value.code == 2
+
+
 def test_flags_win_over_the_preset_and_the_preset_over_the_paper():
     assert ctec.parse_args([]).num_envs == 1024
     assert ctec.parse_args(["--env=humanoid_u_maze"]).batch_size == 256
