@@ -33,6 +33,7 @@ docs/icm_sac_brax.md
 
 import contextlib
 import dataclasses
+import datetime
 import errno
 import functools
 import io
@@ -331,7 +332,7 @@ class RunState:
     iteration: jax.Array
     env: "EnvState"  # (N, ...)
     episode_step: jax.Array  # (N,)
-    coverage: "Coverage"
+    coverage: jax.Array  # (bins of the grid,) environment step of the first visit; NEVER if there was none
     replay: Replay
     agent: Agent
     model: Model  # {"encoder", "forward", "inverse"}
@@ -468,24 +469,12 @@ def all_gather(tree):
 
 # ---------------------------------------------------------------------------------------------------- coverage
 BIN = 0.5  # metres; coverage is the number of bins of this size that were visited
+GRID = (256, 256, 128)  # bins along x, y and z; then the grid repeats: places 128 m apart (64 m in z) share a bin
 NEVER = np.int32(2**31 - 1)
 
 
-@flax.struct.dataclass
-class Coverage:
-    """When each bin was first visited. A 2-D maze has a slot for each bin of its grid. In 3-D, where a humanoid climbs
-    over the wall and a cube is flung far away, a slot belongs to the first bin that is hashed to it."""
-
-    first_visit: jax.Array  # (slots,) environment step of the first visit; NEVER if there was none
-    place: jax.Array  # (slots, position_size) floor(position / BIN) of the slot's bin; NEVER if the slot is free
-
-
 def init_coverage(env):
-    if env.position_size == 2:
-        place = env.grid_low + jnp.indices(env.grid_shape, jnp.int32).reshape(2, -1).T
-    else:
-        place = jnp.full((2**20, env.position_size), NEVER)
-    return Coverage(jnp.full(len(place), NEVER), place)
+    return jnp.full(math.prod(GRID[: env.position_size]), NEVER)
 
 
 def bin_place(position):
@@ -494,38 +483,17 @@ def bin_place(position):
     return jnp.where(finite, jnp.clip(jnp.floor(position / BIN), -(2**30), 2**30).astype(jnp.int32), NEVER)
 
 
-def bin_slot(env, place, attempt=0):
-    """(...) slots of bins (..., position_size): the index in the grid, or the hash plus attempt (linear probing)."""
-    if env.position_size == 2:
-        return jnp.ravel_multi_index(tuple(jnp.moveaxis(place - env.grid_low, -1, 0)), env.grid_shape, mode="clip")
-    x = jnp.uint32(0)
-    for axis in range(env.position_size):  # MurmurHash3's mixing, a coordinate at a time
-        x = (x ^ place[..., axis].astype(jnp.uint32)) * jnp.uint32(0x85EBCA6B)
-        x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-        x = x ^ (x >> 16)
-    return ((x + attempt) % 2**20).astype(jnp.int32)
+def bin_slot(place):
+    """(...) index in the grid of bins (..., position_size)."""
+    return jnp.ravel_multi_index(tuple(jnp.moveaxis(place, -1, 0)), GRID[: place.shape[-1]], mode="wrap")
 
 
 def mark_visited(args, env, coverage, iteration, position):
-    """Add the positions (T, N, position_size) of an iteration's steps. A bin whose eight probes are all taken is not
-    counted: less than 1 in 10,000 of 135,000 bins."""
+    """Add the positions (T, N, position_size) of an iteration's steps."""
     steps = ((iteration - 1) * len(position) + 1 + jnp.arange(len(position))) * args.num_envs
-    steps = jnp.broadcast_to(steps[:, None], position.shape[:2]).ravel()
-    place = bin_place(position).reshape(-1, env.position_size)
-    number = jnp.arange(len(place))
-    missing = place[:, 0] != NEVER  # not yet in the table
-    first_visit = coverage.first_visit
-    table = coverage.place
-    for attempt in range(1 if env.position_size == 2 else 8):
-        slot = bin_slot(env, place, attempt)
-        free = missing & (table[slot, 0] == NEVER)
-        wanted = jnp.where(free, slot, len(table))  # one past the end: dropped
-        owner = jnp.full(len(table), len(place)).at[wanted].min(number)[slot]  # the first of the bins that want a slot
-        table = table.at[wanted].set(place[owner])
-        found = missing & jnp.all(table[slot] == place, axis=-1)
-        first_visit = first_visit.at[jnp.where(found, slot, len(table))].min(steps)
-        missing &= ~found
-    return Coverage(first_visit, table)
+    place = bin_place(position)
+    slot = jnp.where(place[..., 0] == NEVER, len(coverage), bin_slot(place))  # one past the end: dropped
+    return coverage.at[slot].min(steps[:, None])
 
 
 def at_goal(args, env, obs):
@@ -539,14 +507,14 @@ def at_goal(args, env, obs):
 def coverage_metrics(coverage, length):
     """Bins so far, and the mean length of the episodes that ended (length > 0); nan if none did."""
     mean = jnp.sum(length) / jnp.sum(length > 0)
-    return {"coverage": jnp.sum(coverage.first_visit < NEVER), "episode_length": mean}
+    return {"coverage": jnp.sum(coverage < NEVER), "episode_length": mean}
 
 
 def replay_entropy(env, replay):
     """Entropy (nats) of the visited bins in the replay: when it falls, the agents collapse to one region."""
     written = jnp.arange(len(replay.obs))[:, None] < replay.time
-    slot = bin_slot(env, bin_place(replay.obs[..., : env.position_size]))
-    counts = jnp.zeros(init_coverage(env).first_visit.shape, jnp.int32).at[slot].add(written)
+    slot = bin_slot(bin_place(replay.obs[..., : env.position_size]))
+    counts = jnp.zeros_like(init_coverage(env)).at[slot].add(written)
     p = counts / jnp.sum(counts)
     return -jnp.sum(p * jnp.log(jnp.maximum(p, 1e-20)))
 
@@ -568,7 +536,7 @@ class EnvState:
 
 
 class Maze:
-    """What all mazes share: cells, the grid of coverage's bins, outlines for the pictures."""
+    """What all mazes share: cells, free bins, outlines for the pictures."""
 
     def __init__(self, maze):
         cells = np.array([list(row) for row in MAZES[maze].split()])
@@ -579,8 +547,6 @@ class Maze:
         self.free = np.argwhere((cells == "0") | (cells == "g")) * self.cell  # but for the start
         self.free_cells = np.argwhere(cells != "1").tolist()
         self.far_cell = tuple(np.argwhere(cells == "g")[0])
-        self.grid_low = np.round([-half / BIN] * 2).astype(np.int32)  # the bin of the corner, and bins along x and y
-        self.grid_shape = tuple(np.round(np.array(cells.shape) * self.cell / BIN).astype(int))
         self.outlines = [(x - half, y - half, self.cell, self.cell) for x, y in self.walls]
         flat = self.position_size == 2
         self.free_bins = len(self.free_cells) * round(self.cell / BIN) ** 2 if flat else None  # unknown in 3-D
@@ -772,8 +738,6 @@ class ArmBinpick:
     free_bins = None  # unknown in 3-D
     start = np.array([-0.3, 0.6])
     free_cells = []  # it has no maze
-    grid_low = np.array([-2, 0], np.int32)  # the bin of the pictures' corner, and bins along x and y
-    grid_shape = (4, 3)
     default_q = np.array([1.571, 0.742, 0, -1.571, 0, 3.054, 1.449, 0.04, 0.04])
     sides = np.array([(-195, -195, 390, 10), (-195, 185, 390, 10), (185, -185, 10, 370), (-195, -185, 10, 370)]) / 1000
     outlines = [*(sides + (-0.3, 0.6, 0, 0)), *(sides + (0.3, 0.6, 0, 0))]  # of the blue and the red bin
@@ -946,7 +910,7 @@ def start_run(args, init, buffers):
     if needed > memory:
         sizes = f"the run's state needs {needed:,.1f} GB, the device ({device.platform}) has {memory:,.1f} GB"
         fail(f"{sizes}: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
-    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path(args.resume or Path(args.run_dir) / name)
     state = load_checkpoint(folder / "checkpoint.npz", template) if args.resume else None
     if state and state.iteration >= args.num_iterations:
@@ -955,9 +919,6 @@ def start_run(args, init, buffers):
         try:
             folder.mkdir(parents=True, exist_ok=bool(args.resume))
         except OSError as error:
-            if folder.is_dir():  # a run with other flags began in the same second
-                time.sleep(1)
-                return start_run(args, init, buffers)
             fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
     devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
@@ -1075,18 +1036,17 @@ class Run(contextlib.ExitStack):
 
 # ---------------------------------------------------------------------------------------------------- pictures
 def draw_places(axes, env, title, place=(), values=(), **style):
-    """Walls, start, and the values (n,) of the bins at place (n, 2) that are within 200 m of the start."""
-    place = np.reshape(place, (-1, 2)).astype(int)
+    """Walls, start, and the values (n,) of the bins at place (n, 2)."""
     for x, y, width, height in env.outlines:
         axes.fill([x, x + width, x + width, x], [y, y, y + height, y + height], color="0.4")
     axes.plot(*env.start, "o", color="red", zorder=3)
     axes.set(title=title, xlabel="x (m)", ylabel="y (m)", aspect="equal")
-    near = np.all(np.abs(place * BIN - env.start) < 200, axis=-1)
-    corners = np.vstack([place[near], env.grid_low, env.grid_low + env.grid_shape - 1])
-    low = corners.min(axis=0)
-    high = corners.max(axis=0) + 1
+    walls = axes.dataLim.get_points() / BIN
+    place = np.reshape(place, (-1, 2)).astype(int)
+    low = np.floor(np.vstack([place, walls]).min(axis=0)).astype(int)
+    high = np.ceil(np.vstack([place + 1, walls]).max(axis=0)).astype(int)
     image = np.full(high - low, np.nan)
-    image[tuple((place[near] - low).T)] = np.asarray(values)[near]
+    image[tuple((place - low).T)] = values
     extent = BIN * np.array([low[0], high[0], low[1], high[1]])
     # over the walls, on which a humanoid can stand, and so light that these are still seen
     return axes.imshow(image.T, origin="lower", extent=extent, zorder=2, alpha=0.8, **style)
@@ -1101,9 +1061,10 @@ def save_coverage(args, env, folder, coverage, steps):
     from matplotlib.figure import Figure
 
     coverage = jax.device_get(coverage)
-    visited = np.argsort(coverage.first_visit, kind="stable")[: np.sum(coverage.first_visit < NEVER)]
-    first_visit = coverage.first_visit[visited]
-    place = coverage.place[visited]
+    visited = np.argsort(coverage, kind="stable")[: np.sum(coverage < NEVER)]
+    first_visit = coverage[visited]
+    size = np.array(GRID[: env.position_size])
+    place = (np.column_stack(np.unravel_index(visited, size)) + size // 2) % size - size // 2  # the one nearest to 0
     write_atomically(folder / "coverage.npz", lambda file: np.savez(file, first_visit=first_visit, place=place))
     figure = Figure((7, 6), layout="constrained")
     axes = figure.add_subplot()

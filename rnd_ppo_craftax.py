@@ -33,6 +33,7 @@ docs/rnd_ppo_craftax.md
 
 import contextlib
 import dataclasses
+import datetime
 import errno
 import functools
 import json
@@ -675,7 +676,7 @@ def start_run(args, init, buffers):
     if needed > memory:
         sizes = f"the run's state needs {needed:,.1f} GB, the device ({device.platform}) has {memory:,.1f} GB"
         fail(f"{sizes}: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
-    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path(args.resume or Path(args.run_dir) / name)
     state = load_checkpoint(folder / "checkpoint.npz", template) if args.resume else None
     if state and state.iteration >= args.num_iterations:
@@ -684,9 +685,6 @@ def start_run(args, init, buffers):
         try:
             folder.mkdir(parents=True, exist_ok=bool(args.resume))
         except OSError as error:
-            if folder.is_dir():  # a run with other flags began in the same second
-                time.sleep(1)
-                return start_run(args, init, buffers)
             fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
     devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")

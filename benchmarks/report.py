@@ -47,6 +47,7 @@ COLOURS = {  # one for each method, in every figure: Okabe and Ito's for colour-
     "C-TeC goal": "#56B4E9",
     "C-TeC unit": "#332288",
     "C-TeC batch": "#88CCEE",
+    "C-TeC, entropy 0.05": "#33BBEE",
     "APT": "#D55E00",
     "ICM": "#009E73",
     "RND": "#E69F00",
@@ -353,8 +354,9 @@ def pictures(name, study, rows):
     names = [f"{name}.png"] if has_bars or has_curves(study, rows) else []
     has_rates = "rates" in study.pictures and any(row["metric"] in ACHIEVEMENTS for row in rows)
     names += [f"{name}_rates.png"] if has_rates else []
-    has_diagnostics = "diagnostics" in study.pictures and any(row["metric"] in DIAGNOSTICS for row in rows)
-    names += [f"{name}_diagnostics.png"] if has_diagnostics else []
+    for kind, metrics in (("diagnostics", DIAGNOSTICS), ("unlocked", ACHIEVEMENTS)):
+        if kind in study.pictures and any(row["metric"] in metrics for row in rows):
+            names.append(f"{name}_{kind}.png")
     return names + ([f"{name}_correlations.png"] if any(row["metric"] in CORRELATIONS for row in rows) else [])
 
 
@@ -470,10 +472,12 @@ def draw_correlations(figure, study, rows):
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
 
 
-def draw_diagnostics(figure, study, rows):
-    """Curves of the metrics that tell how a run does, a panel for each metric, a line for each seed."""
-    panels = figure.subplots(2, math.ceil(len(DIAGNOSTICS) / 2), sharex=True)
-    for axes, (metric, title) in zip(panels.flat, DIAGNOSTICS.items()):
+def draw_metrics(figure, study, rows, titles):
+    """Curves of the metrics {metric: title}, a panel for each, a line for each seed."""
+    panels = figure.subplots(math.ceil(len(titles) / 5), 5, sharex=True, squeeze=False)
+    for axes in panels.flat[len(titles) :]:
+        axes.remove()
+    for axes, (metric, title) in zip(panels.flat, titles.items()):
         for method in study.methods:
             for steps, values in curves(rows, method.env, method.label, metric).values():
                 axes.plot(steps / 1e6, values, color=COLOURS[method.label], label=method.label, linewidth=1.2)
@@ -500,7 +504,14 @@ def draw(name, study, rows, folder):
                 continue
             if picture.endswith("_diagnostics.png"):
                 figure = Figure((11, 4.2), layout="constrained")
-                draw_diagnostics(figure, study, rows)
+                draw_metrics(figure, study, rows, DIAGNOSTICS)
+                figure.savefig(folder / picture)
+                continue
+            if picture.endswith("_unlocked.png"):
+                rates = [row for row in rows if row["metric"] in ACHIEVEMENTS and float(row["value"]) >= 0.005]
+                seen = [name for name in ACHIEVEMENTS if any(row["metric"] == name for row in rates)]
+                figure = Figure((11, 1.2 + 1.5 * math.ceil(len(seen) / 5)), layout="constrained")
+                draw_metrics(figure, study, rows, {name: name.replace("_", " ") for name in seen})
                 figure.savefig(folder / picture)
                 continue
             if "families" in study.pictures:

@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent  # where the scripts are
 CHECKPOINT = "checkpoint.npz"
 POINTS = 100  # of each learning curve that are kept in results/
 FILMED = ("C-TeC", "RND", "random")
-KINDS = ("rates", "correlations", "maps", "visits", "diagnostics")  # of pictures in docs/images/<study>_<kind>.png
+KINDS = ("rates", "correlations", "maps", "visits", "diagnostics", "unlocked")  # of docs/images/<study>_<kind>.png
 
 
 # ---------------------------------------------------------------------------------------------------- arguments
@@ -211,7 +211,7 @@ class Slot:
         return [*self.prefix, sys.executable, *run.command()]
 
     def variables(self, run):
-        """Environment variables of the child. On a CPU XLA's new emitters are slow for robots, and fast for the rest."""
+        """Environment variables of the child. XLA's new emitters are slow for robots on a CPU, fast for the rest."""
         is_robot = run.method.env.startswith(("ant", "humanoid", "arm"))
         if ("JAX_PLATFORMS", "cpu") not in self.env or "XLA_FLAGS" in os.environ or not is_robot:
             return dict(self.env)
@@ -508,8 +508,8 @@ def result_rows(name, study, run):
             moments = {row.pop("steps"): row for row in csv.DictReader(file)}  # a resumed run may repeat one
         for at, row in moments.items():
             rows += [known | {"metric": f"correlation_{key}", "step": at, "value": x} for key, x in row.items()]
-    if "diagnostics" in study.pictures:
-        found = [(metric, i) for metric in DIAGNOSTICS for i in chosen if table[i].get(metric)]
+    for kind, metrics in (("diagnostics", DIAGNOSTICS), ("unlocked", ACHIEVEMENTS)):
+        found = [(metric, i) for metric in metrics for i in chosen if kind in study.pictures and table[i].get(metric)]
         rows += [known | {"metric": metric, "step": steps[i], "value": table[i][metric]} for metric, i in found]
     if "rates" in study.pictures:
         last |= {achievement: table[-1][achievement] for achievement in ACHIEVEMENTS}

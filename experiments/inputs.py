@@ -43,14 +43,14 @@ class Inputs:
 
 def origin_of(inputs, env):
     """(position_size,) a place of the maze, in the environment's coordinates."""
-    low = ctec.BIN * env.grid_low
-    high = low + ctec.BIN * np.array(env.grid_shape)
+    low = np.full(2, -env.cell / 2)
+    high = low + env.cell * np.array(env.is_wall.shape)
     return {"corner": np.zeros(2), "middle": (low + high) / 2, "far_corner": low + high}[inputs.origin]
 
 
 def bin_of(env, states):
     """(...) the slot of the bin that the states (..., state_size) are in."""
-    return ctec.bin_slot(env, ctec.bin_place(states[..., : env.position_size]))
+    return ctec.bin_slot(ctec.bin_place(states[..., : env.position_size]))
 
 
 def changed(inputs, env, states):
@@ -73,7 +73,7 @@ def sample_rewards(args, env, state):
     """Of 2^14 or more transitions: s, reward, mask, and the visits in the replay to the bins of s and of s_f."""
     replay = ctec.index_trajectories(state.replay)
     stored = jnp.arange(len(replay.obs))[:, None] < replay.time
-    visits = jnp.zeros(env.grid_shape, jnp.int32).ravel().at[bin_of(env, replay.obs)].add(stored)
+    visits = jnp.zeros_like(ctec.init_coverage(env)).at[bin_of(env, replay.obs)].add(stored)
 
     def sample(key):
         key_batch, key_future = jax.random.split(key)

@@ -389,24 +389,23 @@ mark_visited = jax.jit(ctec.mark_visited, static_argnums=(0, 1))
 
 def visited_bins(coverage):
     """{bin: step of its first visit}"""
-    slots = np.flatnonzero(coverage.first_visit < ctec.NEVER)
-    return {tuple(place): step for place, step in zip(np.asarray(coverage.place)[slots].tolist(),
-            np.asarray(coverage.first_visit)[slots].tolist())}  # fmt: skip
+    shape = ctec.GRID[: 2 if coverage.size == 256**2 else 3]
+    wrapped = lambda i, n: int(i) if i < n // 2 else int(i) - n
+    return {tuple(map(wrapped, np.unravel_index(slot, shape), shape)): int(coverage[slot])
+            for slot in np.flatnonzero(np.asarray(coverage) < ctec.NEVER)}  # fmt: skip
 
 
-@pytest.mark.parametrize("env", [ctec.make_env("point_hardest_maze"), Space()], ids=["grid", "hash table"])
+@pytest.mark.parametrize("env", [ctec.make_env("point_hardest_maze"), Space()], ids=["2-D", "3-D"])
 def test_bins_and_first_visits_against_a_plain_loop(env):
-    """Positions on edges and corners, not finite, and, in 3-D, anywhere: negative, far and outside every maze."""
+    """Positions on edges and corners, not finite, negative and outside every maze."""
     rng = np.random.default_rng(0)
     steps = 62
-    positions = rng.uniform(-2, 34, (3, steps, ARGS.num_envs, env.position_size)).astype(np.float32)
+    positions = rng.uniform(-2, 30, (3, steps, ARGS.num_envs, env.position_size)).astype(np.float32)
     positions[:, ::5] = np.round(positions[:, ::5] * 2) / 2  # on edges
     positions[0, 7, 0, 0] = np.nan
     positions[0, 8, 1, 1] = -np.inf
-    if env.position_size == 3:
-        positions[1] = rng.normal(size=positions[1].shape) * 300
-        positions[2, 3] *= 1e4
-        positions[2, 4] = -0.0
+    positions[1] = rng.uniform(-1, 1, positions[1].shape) * (64, 64, 32)[: env.position_size]
+    positions[2, 4] = -0.0
     coverage = ctec.init_coverage(env)
     expected = {}
     for iteration, some in enumerate(positions, 1):
@@ -416,14 +415,18 @@ def test_bins_and_first_visits_against_a_plain_loop(env):
                 step = ((iteration - 1) * steps + t + 1) * ARGS.num_envs
                 expected.setdefault(tuple(np.floor(some[t, n] / 0.5).astype(int).tolist()), step)
     assert visited_bins(coverage) == expected
-    assert np.sum(coverage.first_visit < ctec.NEVER) == len(expected) > 300
+    assert np.sum(coverage < ctec.NEVER) == len(expected) > 300
 
 
-def test_the_paper_s_number_of_bins_fits_the_hash_table():
-    places = np.unique(np.random.default_rng(0).integers((-600, -600, 0), (600, 600, 40), (135_000, 3)), axis=0)
+def test_the_paper_s_number_of_bins_fits_and_the_grid_repeats_beyond_it():
+    places = np.unique(np.random.default_rng(0).integers((-128, -128, -4), (128, 128, 60), (135_000, 3)), axis=0)
     positions = jnp.asarray(places * 0.5 + 0.25, jnp.float32)[None]
     coverage = mark_visited(ARGS, Space(), ctec.init_coverage(Space()), jnp.int32(1), positions)
-    assert 0.9999 * len(places) <= np.sum(coverage.first_visit < ctec.NEVER) <= len(places)
+    assert np.sum(coverage < ctec.NEVER) == len(places)
+    shifted = positions + jnp.array([128.0, -384.0, 64.0])
+    np.testing.assert_array_equal(mark_visited(ARGS, Space(), coverage, jnp.int32(2), shifted), coverage)
+    half = positions + jnp.array([64.0, 0.0, 0.0])
+    assert np.sum(mark_visited(ARGS, Space(), coverage, jnp.int32(2), half) < ctec.NEVER) > 1.9 * len(places)
 
 
 def test_a_humanoid_outside_the_wall_counts():
@@ -434,7 +437,6 @@ def test_a_humanoid_outside_the_wall_counts():
 
 
 def test_bins_of_the_mazes():
-    assert ctec.make_env("point_hardest_maze").grid_shape == (72, 96)
     bins = {name: ctec.make_env(f"point_{name}_maze").free_bins for name in ctec.MAZES}
     assert bins == {"u": 448, "large": 1664, "hardest": 2944}
 
@@ -485,8 +487,6 @@ class Walker:
     state_size = 2
     action_size = 1
     position_size = 2
-    grid_shape = (3, 2)
-    grid_low = np.zeros(2, np.int32)
     free_cells = [[0, 2]]
     far_cell = (0, 2)
     cell = 0.6

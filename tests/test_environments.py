@@ -216,7 +216,7 @@ def test_reset_and_step_agree(name):
     assert types(first) == types(jax.eval_shape(env.step, first, jnp.zeros(env.action_size)))
     sizes = {"point": (4, 2, 2), "ant": (29, 8, 2), "humanoid": (268, 17, 3), "arm": (18, 5, 3)}
     assert (first.obs.shape[0], env.action_size, env.position_size) == sizes[name.split("_")[0]]
-    assert env.state_size == first.obs.shape[0] and len(env.grid_shape) == len(env.grid_low) == 2
+    assert env.state_size == first.obs.shape[0]
     assert (env.free_bins is None) == (env.position_size == 3)
 
 

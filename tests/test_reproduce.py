@@ -212,10 +212,12 @@ def test_cores_and_gpus(monkeypatch):
     assert len(slots) == len(cores) + 1 and slots[0] == slots[-1] and dict(slots[0].env)["JAX_PLATFORMS"] == "cpu"
     if shutil.which("taskset"):
         assert [slot.prefix for slot in slots[:-1]] == [("taskset", "-c", str(core)) for core in cores]
+    point, robot = (Run(Method("", "", f"--env {env}", 1), 1, ROOT) for env in ("point_u_maze", "ant_u_maze"))
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    assert slots[0].variables() == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
+    assert slots[0].variables(point) == {"JAX_PLATFORMS": "cpu"}
+    assert slots[0].variables(robot) == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
     monkeypatch.setenv("XLA_FLAGS", "--mine")  # is inherited
-    assert slots[0].variables() == {"JAX_PLATFORMS": "cpu"}
+    assert slots[0].variables(robot) == {"JAX_PLATFORMS": "cpu"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     alone = [dict(slot.env) for slot in reproduce.local_slots(Args(), "gpu")]
     assert alone == [{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "5"}]
@@ -458,22 +460,24 @@ def test_the_papers_points_and_the_diagnostics_are_drawn():
     ctec = [row for row in rows if row["method"] == "C-TeC"]
     rows += [row | {"metric": "alpha", "value": str(i)} for i, row in enumerate(ctec)]
     figure = Figure()
-    report.draw_diagnostics(figure, study, rows)
+    report.draw_metrics(figure, study, rows, report.DIAGNOSTICS)
     lines = {axes.get_title(): axes.lines for axes in figure.axes}
     assert [line.get_ydata().tolist() for line in lines["alpha"]] == [[0, 1, 2]] and not lines["tau"]
 
 
-def test_the_curves_of_diagnostics_are_kept(fake, monkeypatch, tmp_path):
-    with_alpha = FAKE.replace("coverage", "coverage,alpha").replace("{row * args.seed}", "{row},{row / 2}")
-    (fake / "fake.py").write_text(with_alpha)
-    more = dict(pictures=("curves", "diagnostics"), at_steps=(1230,))  # between two of the points that are kept
+@pytest.mark.parametrize("kind, metric", [("diagnostics", "alpha"), ("unlocked", "eat_cow")])
+def test_the_curves_of_diagnostics_and_achievements_are_kept(fake, monkeypatch, tmp_path, kind, metric):
+    with_metric = FAKE.replace("coverage", f"coverage,{metric}").replace("{row * args.seed}", "{row},{row / 2}")
+    (fake / "fake.py").write_text(with_metric)
+    more = dict(pictures=("curves", kind), at_steps=(1230,))  # between two of the points that are kept
     study = add_study(monkeypatch, "diagnosed", fake_method("C-TeC", "--rows 1000"), seeds=(1,), **more)
     args = Args(studies=("diagnosed",), jobs=1, **folders(tmp_path))
     assert reproduce.main(args) == 0
     rows = report.read_csv(args.results_dir / "diagnosed.csv")
-    steps, values = report.curves(rows, "point_u_maze", "C-TeC", "alpha")[1]
+    steps, values = report.curves(rows, "point_u_maze", "C-TeC", metric)[1]
     assert steps.tolist() == sorted([*range(100, 10_001, 100), 1230]) and np.allclose(values, steps / 20)
-    assert report.pictures("diagnosed", study, rows) == ["diagnosed.png", "diagnosed_diagnostics.png"]
+    assert report.pictures("diagnosed", study, rows) == ["diagnosed.png", f"diagnosed_{kind}.png"]
+    assert (tmp_path / "docs" / "images" / f"diagnosed_{kind}.png").exists()
 
 
 def test_the_mean_over_the_last_fifth_of_a_run():
