@@ -47,7 +47,6 @@ COLOURS = {  # one for each method, in every figure: Okabe and Ito's for colour-
     "C-TeC goal": "#56B4E9",
     "C-TeC unit": "#332288",
     "C-TeC batch": "#88CCEE",
-    "C-TeC, entropy 0.05": "#33BBEE",
     "APT": "#D55E00",
     "ICM": "#009E73",
     "RND": "#E69F00",
