@@ -203,12 +203,9 @@ def table(study, rows, env):
     if compare:
         header += [f"minus {lines[0][0]}" + (" [95% interval]" if intervals else " ± standard error")]
         header += [f"P({lines[0][0]} above)"] if intervals else []
-    speeds = {label: values_at(curves(rows, env, method.label, "steps_per_second")) for label, method, _ in lines}
-    with_speed = study.metric != "steps_per_second" and any(speeds.values())
-    with_early = study.early and has_curves(study, rows)
-    header += [f"after {study.early / 1e6:g}M steps", "mean over the run"] if with_early else []
+    with_area = study.area and has_curves(study, rows)
+    header += ["mean over the run"] if with_area else []
     header += [METRICS[metric][0] for metric in study.also]
-    header += ["steps/s"] if with_speed else []
     text = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for label, method, by_seed in lines:
         values = np.array(list(by_seed.values()))
@@ -222,15 +219,12 @@ def table(study, rows, env):
             is_first = label == lines[0][0]
             cells += ["" if is_first else difference(write, values, first)]
             cells += ["" if is_first else f"{probability_of_improvement(first, values):.2f}"] if intervals else []
-        if with_early:
-            found = curves(rows, env, method.label, study.metric)
-            for by_seed in (values_at(found, study.early), means_over_run(found)):
-                cells += [mean_and_error(write, list(by_seed.values()))]
+        if with_area:
+            found = means_over_run(curves(rows, env, method.label, study.metric))
+            cells += [mean_and_error(write, list(found.values()))]
         for metric in study.also:
             found = values_at(curves(rows, env, method.label, metric))
             cells += [mean_and_error(METRICS[metric][1].format, list(found.values()))]
-        if with_speed:
-            cells += [f"{np.median(list(speeds[label].values())):,.0f}" if speeds[label] else ""]
         text.append("| " + " | ".join(cells) + " |")
     return text
 
@@ -290,8 +284,8 @@ def section(name, study, rows):
     machines = "; ".join(dict.fromkeys(row["machine"] for row in rows))
     blocks = [f"`{command}` ({count} runs, expected {expected(study)}). {study.note}".strip()]
     blocks += ["\n".join(lines) for env in study.envs if (lines := table(study, rows, env))]
-    blocks += ["\n".join(lines) for lines in [table_of_all(study, rows)] if lines]
-    blocks += ["\n".join(lines) for lines in [table_between_envs(study, rows)] if lines] if study.between_envs else []
+    summary_of_envs = table_between_envs if study.between_envs else table_of_all
+    blocks += ["\n".join(lines) for lines in [summary_of_envs(study, rows)] if lines]
     blocks += [f"![{name}](images/{picture})" for picture in pictures(name, study, rows)]
     blocks += [f"Data: [`results/{name}.csv`](../results/{name}.csv), {recorded} of {count} runs; {machines}."]
     versions = {}

@@ -330,6 +330,9 @@ def run_all(runs, slots, name):
             for number, slot in enumerate(slots):
                 if waiting and number not in children:
                     run = waiting.pop(0)
+                    if run.finished:  # by another process, meanwhile
+                        done[run] = run.method.hours
+                        continue
                     process = start(run, slot)
                     if process is not None:
                         children[number] = (run, process)
@@ -663,7 +666,7 @@ def show(args, names):
         draw(name, study, rows, args.docs_dir / "images")
         text = section(name, study, rows)
         print(f"{study.title}\n\n{text}")
-        if study.on_page:
+        if study.on_page and rows:
             sections[name] = (study.title, text)
     if sections:
         page = args.docs_dir / "results.md"

@@ -25,6 +25,7 @@ import dataclasses, json, re, sys
 import jax, jax.numpy as jnp, numpy as np
 import ctec_sac_brax as ctec
 
+ctec.GRID = (40, 40, 1)  # as small as the maze, since everything is small here
 args = ctec.Args(**json.loads(sys.argv[1]))
 env = ctec.make_env(args.env)
 answers = {"devices": jax.device_count()}
@@ -66,6 +67,7 @@ from helpers import Game
 from stages import whole_iteration
 
 script = importlib.import_module(sys.argv[1])
+script.GRID = (40, 40, 1)  # bins of a maze; as small as the networks
 args = script.Args(**json.loads(sys.argv[2]))
 if args.env == "craftax_classic":
     env = Game()
