@@ -33,7 +33,6 @@ docs/apt_sac_brax.md
 import contextlib
 import dataclasses
 import datetime
-import errno
 import functools
 import io
 import json
@@ -57,6 +56,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 with contextlib.redirect_stdout(io.StringIO()):  # no "Failed to import warp": an optional backend that is not used
@@ -99,7 +99,7 @@ class Args:
     target_rate: float = 0.005  # Polyak averaging rate of the target critics (authors' code)
     intrinsic_coef: float = 1.0  # weight of the intrinsic reward; 0: plain SAC, the model is not trained
     task_reward_coef: float = 0.0  # weight of the task reward: 1 within 0.5 m of the goal (the paper has none)
-    goal_cell: tuple[int, int] | None = None  # row and column of the goal in the maze; None: the furthest free cell
+    goal_cell: tuple[int, int] | None = None  # row and column of the goal in the maze; None: the far end, g in MAZES
 
     encoder_width: int = 1024  # width of the hidden layers of the intrinsic-reward model (paper Tables 3 and 4)
     representation_size: int = 64  # size of a representation (paper Tables 3 and 4)
@@ -126,9 +126,7 @@ class Args:
 
 
 # ---------------------------------------------------------------------------------------------------- networks
-class MLP(nn.Module):
-    """Hidden relu layers and a linear output layer."""
-
+class MLP(nn.Module):  # hidden relu layers and a linear output layer
     width: int
     out: int
     layers: int = 2
@@ -147,9 +145,7 @@ TwinMLP = nn.vmap(MLP, variable_axes={"params": 0}, split_rngs={"params": True},
 
 # --------------------------------------------------------------------------------------------- the method: APT
 @flax.struct.dataclass
-class Pairs:
-    """Positive pairs for a contrastive loss. For each row, the other rows' positives are its negatives."""
-
+class Pairs:  # of a contrastive loss: for each row, the other rows' positives are its negatives
     anchor: jax.Array  # (B, ...)
     positive: jax.Array  # (B, ...)
     mask: jax.Array  # (B,) 0.0: no positive, still a negative for the others; else 1.0
@@ -241,10 +237,6 @@ class Model:  # parameters and their optimiser's state
     opt_state: Any
 
 
-def init_model(optimizer, params):
-    return Model(params, optimizer.init(params))
-
-
 def gradient_update(loss_fn, model, optimizer, args, *inputs):
     """One optimiser step on loss_fn(params, args, *inputs) -> (loss, aux)."""
     grads, aux = jax.grad(loss_fn, has_aux=True)(model.params, args, *inputs)
@@ -322,15 +314,13 @@ def update_sac(args, env, agent, batch, reward, key):
 
 # ------------------------------------------------------------------------------------------ replay and rollout
 @flax.struct.dataclass
-class Replay:
-    """A ring buffer: step t of every environment is in row t % T. The next observation is the next row; a terminal step
-    needs none, a truncated one is masked."""
-
+class Replay:  # a ring buffer: step t of every environment is in row t % T, its next observation in the next row
     obs: jax.Array  # (T, N, state_size)
     action: jax.Array  # (T, N, action_size)
     terminated: jax.Array  # (T, N) bool
     truncated: jax.Array  # (T, N) bool
     time: jax.Array  # () steps written so far, in each environment
+    ends: Any = None  # (T, N) time of the last stored step of the row's trajectory, from index_trajectories
 
 
 @flax.struct.dataclass
@@ -344,8 +334,7 @@ class Batch:
     env: jax.Array  # (B,) ... and in which environment
 
     @property
-    def has_next(self):
-        """(B,) 0.0 where the episode ended with the step: next_obs is of another episode, and there is no future."""
+    def has_next(self):  # (B,) 0.0 where the episode ended with the step: no next state, no future
         return (1.0 - self.terminated) * (1.0 - self.truncated)
 
 
@@ -394,14 +383,14 @@ def collect(args, env, state):
     def step(carry, key):
         now, episode_step = carry
         action, _ = sample_action(state.agent.actor.params, args, key, now.obs, env.action_size)
-        carry, (terminated, truncated, *reached) = step_envs(args, env, starts, now, episode_step, action)
-        return carry, (dict(obs=now.obs, action=action, terminated=terminated, truncated=truncated), *reached)
+        carry, (terminated, truncated, position, length) = step_envs(args, env, starts, now, episode_step, action)
+        return carry, (dict(obs=now.obs, action=action, terminated=terminated, truncated=truncated), position, length)
 
     keys = jax.random.split(key_actions, args.unroll_length)
     (env_state, episode_step), (steps, position, length) = jax.lax.scan(step, (state.env, state.episode_step), keys)
     replay = replay_insert(state.replay, steps)
     state = state.replace(key=key, key_learn=key_learn, iteration=state.iteration + 1, env=env_state)
-    coverage = mark_visited(args, env, state.coverage, state.iteration, position)
+    coverage = mark_visited(args, state.coverage, state.iteration, position)
     state = state.replace(episode_step=episode_step, replay=replay, coverage=coverage)
     metrics = coverage_metrics(coverage, length) | {"replay_entropy": replay_entropy(env, replay)}
     metrics["success"] = jnp.mean(at_goal(args, env, position))
@@ -438,19 +427,14 @@ def init_agent(args, env, key):
     key_actor, key_critic = jax.random.split(key)
     actor = MLP(args.agent_width, 2 * env.action_size).init(key_actor, jnp.zeros(env.state_size))
     critic = TwinMLP(args.agent_width, 1).init(key_critic, jnp.zeros(env.state_size + env.action_size))
-    adam = optax.adam(args.learning_rate)
-    return Agent(init_model(adam, actor), init_model(adam, critic), critic, init_model(adam, jnp.zeros(())))
+    with_adam = lambda params: Model(params, optax.adam(args.learning_rate).init(params))
+    return Agent(with_adam(actor), with_adam(critic), critic, with_adam(jnp.zeros(())))
 
 
 def init_replay(args, env):
-    shape = (args.replay_size, args.num_envs)
-    return Replay(
-        obs=jnp.zeros((*shape, env.state_size)),
-        action=jnp.zeros((*shape, env.action_size)),
-        terminated=jnp.zeros(shape, bool),
-        truncated=jnp.zeros(shape, bool),
-        time=jnp.int32(0),
-    )
+    zeros = lambda *shape, dtype=jnp.float32: jnp.zeros((args.replay_size, args.num_envs, *shape), dtype)
+    flags = dict(terminated=zeros(dtype=bool), truncated=zeros(dtype=bool))
+    return Replay(obs=zeros(env.state_size), action=zeros(env.action_size), **flags, time=jnp.int32(0))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -459,17 +443,15 @@ def init_state(args, env):
     key, key_env, key_agent, key_encoder = jax.random.split(jax.random.PRNGKey(args.seed), 4)
     encoder = MLP(args.encoder_width, args.representation_size)
     params = {"encoder": encoder.init(key_encoder, jnp.zeros(env.state_size)), "log_tau": jnp.zeros(())}
-    return RunState(
-        key=key,
-        key_learn=key,
-        iteration=jnp.int32(0),
+    return shard_state(RunState(
+        key=key, key_learn=key, iteration=jnp.int32(0),
         env=jax.vmap(env.reset)(jax.random.split(key_env, args.num_envs)),
         episode_step=jnp.zeros(args.num_envs, jnp.int32),
         coverage=init_coverage(env),
         replay=init_replay(args, env),
         agent=init_agent(args, env, key_agent),
-        model=init_model(optax.adam(args.learning_rate), params),
-    )
+        model=Model(params, optax.adam(args.learning_rate).init(params)),
+    ))  # fmt: skip
 
 
 # ==================================================================================================== appendix
@@ -477,8 +459,7 @@ def init_state(args, env):
 
 
 # ----------------------------------------------------------------------------------------------------- devices
-# the axes by which fields of RunState are split over the devices
-SPLIT = {"env": ("envs",), "episode_step": ("envs",), "replay": (None, "envs")}
+SPLIT = {"env": ("envs",), "episode_step": ("envs",), "replay": (None, "envs")}  # of RunState; others are replicated
 
 
 def shard(tree, *axes):
@@ -497,11 +478,7 @@ def shard_state(state):
 
 def all_gather(tree):
     """All-gather a sharded pytree; arrays local to a process are concatenated."""
-    if jax.process_count() == 1:
-        return tree
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.process_allgather(tree, tiled=True)
+    return multihost_utils.process_allgather(tree, tiled=True) if jax.process_count() > 1 else tree
 
 
 # ---------------------------------------------------------------------------------------------------- coverage
@@ -514,23 +491,18 @@ def init_coverage(env):
     return jnp.full(math.prod(GRID[: env.position_size]), NEVER)
 
 
-def bin_place(position):
-    """floor(position / BIN), (..., position_size) int32; NEVER if the position is not finite."""
-    finite = jnp.all(jnp.isfinite(position), axis=-1, keepdims=True)
-    return jnp.where(finite, jnp.clip(jnp.floor(position / BIN), -(2**30), 2**30).astype(jnp.int32), NEVER)
+def bin_slot(position):
+    """(...) index in the grid of the bin floor(position / BIN); one past the end if a position is not finite."""
+    size = GRID[: position.shape[-1]]
+    place = jnp.clip(jnp.floor(position / BIN), -(2**30), 2**30).astype(jnp.int32)
+    slot = jnp.ravel_multi_index(tuple(jnp.moveaxis(place, -1, 0)), size, mode="wrap")
+    return jnp.where(jnp.all(jnp.isfinite(position), axis=-1), slot, math.prod(size))
 
 
-def bin_slot(place):
-    """(...) index in the grid of bins (..., position_size)."""
-    return jnp.ravel_multi_index(tuple(jnp.moveaxis(place, -1, 0)), GRID[: place.shape[-1]], mode="wrap")
-
-
-def mark_visited(args, env, coverage, iteration, position):
-    """Add the positions (T, N, position_size) of an iteration's steps."""
+def mark_visited(args, coverage, iteration, position):
+    """Add the positions (T, N, position_size) of an iteration's steps; those that are not finite are dropped."""
     steps = ((iteration - 1) * len(position) + 1 + jnp.arange(len(position))) * args.num_envs
-    place = bin_place(position)
-    slot = jnp.where(place[..., 0] == NEVER, len(coverage), bin_slot(place))  # one past the end: dropped
-    return coverage.at[slot].min(steps[:, None])
+    return coverage.at[bin_slot(position)].min(steps[:, None])
 
 
 def at_goal(args, env, obs):
@@ -550,7 +522,7 @@ def coverage_metrics(coverage, length):
 def replay_entropy(env, replay):
     """Entropy (nats) of the visited bins in the replay: when it falls, the agents collapse to one region."""
     written = jnp.arange(len(replay.obs))[:, None] < replay.time
-    slot = bin_slot(bin_place(replay.obs[..., : env.position_size]))
+    slot = bin_slot(replay.obs[..., : env.position_size])
     counts = jnp.zeros_like(init_coverage(env)).at[slot].add(written)
     p = counts / jnp.sum(counts)
     return -jnp.sum(p * jnp.log(jnp.maximum(p, 1e-20)))
@@ -572,19 +544,16 @@ class EnvState:
     terminated: jax.Array  # () bool: unhealthy
 
 
-class Maze:
-    """What all mazes share: cells, free bins, outlines for the pictures."""
-
+class Maze:  # what all mazes share
     def __init__(self, maze):
         cells = np.array([list(row) for row in MAZES[maze].split()])
-        half = self.cell / 2
         self.is_wall = cells == "1"
         self.start = np.argwhere(cells == "r")[0] * self.cell
         self.walls = np.argwhere(cells == "1") * self.cell  # (walls, 2) centres
-        self.free = np.argwhere((cells == "0") | (cells == "g")) * self.cell  # but for the start
+        self.free = np.argwhere((cells == "0") | (cells == "g")) * self.cell  # centres of free cells but the start
         self.free_cells = np.argwhere(cells != "1").tolist()
         self.far_cell = tuple(np.argwhere(cells == "g")[0])
-        self.outlines = [(x - half, y - half, self.cell, self.cell) for x, y in self.walls]
+        self.outlines = [(*(centre - self.cell / 2), self.cell, self.cell) for centre in self.walls]
         flat = self.position_size == 2
         self.free_bins = len(self.free_cells) * round(self.cell / BIN) ** 2 if flat else None  # unknown in 3-D
 
@@ -622,9 +591,8 @@ class PointMaze(Maze):
 
 
 class BraxMaze(Maze):
-    """A robot that comes with Brax, among wall boxes of half a cell's height. Each sphere or capsule of the robot can
-    touch only the 2 x 2 cells around its centre, so it has four boxes of its own, which follow it: a larger maze costs
-    no more."""
+    """A robot that comes with Brax, among wall boxes. Each of its spheres and capsules can touch only the 2 x 2 cells
+    around its centre, so it has four boxes of its own, which follow it: a larger maze costs no more."""
 
     def __init__(self, maze):
         super().__init__(maze)
@@ -727,7 +695,7 @@ class HumanoidMaze(BraxMaze):
             geom.contype = int(geom.name != "floor")
         for motor, gear in zip(spec.actuators, [350] * 11 + [100] * 6):
             motor.gear[0] = gear
-        # the goal of the maze task, unrewarded, but observed: its position and velocity are part of the state
+        # the goal of the authors' maze task, at a random free cell: observed (position, velocity), never rewarded
         target = spec.worldbody.add_body(name="target", pos=(0, 0, 1.25))
         for axis in ((1, 0, 0), (0, 1, 0)):
             target.add_joint(type=mujoco.mjtJoint.mjJNT_SLIDE, axis=axis, limited=0)
@@ -835,12 +803,12 @@ class ArmBinpick:
         return self.state(jax.lax.fori_loop(0, 25, lambda _, data: mjx.step(self.sys, data), data))
 
     def state(self, data):
-        hand = 8  # body of the hand; 9 and 10 are the fingers
+        hand = 8  # body of link 7, which carries the hand; 9 and 10 are the fingers
         offset = data.xpos[hand] - data.subtree_com[2]
         velocity = data.cvel[hand, 3:] + jnp.cross(data.cvel[hand, :3], offset)
         force = 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19  # of the arm's joints, as in the recorded trajectories
         gripper = jnp.stack([jnp.linalg.norm(data.xpos[9] - data.xpos[10]), force])
-        obs = jnp.concatenate([data.qpos[:3], data.qpos[7:14], data.xpos[hand], velocity, gripper])
+        obs = jnp.concatenate([data.qpos[:3], data.qpos[7:14], data.xpos[hand], velocity, gripper])  # the cube first
         return EnvState(data, obs, jnp.zeros((), bool))
 
 
@@ -852,18 +820,14 @@ def make_env(name):
 
 
 def step_envs(args, env, starts, now, episode_step, action):
-    """One step in every environment; where an episode ends, it restarts from its row of starts. Returns the scan carry
-    (state, episode_step), and whether a step terminated or truncated its episode, the position that it reached before
-    any reset, and the length of the episode if it ended, else 0."""
+    """One step in every environment; where an episode ends, it restarts from its row of starts. Returns the scan carry,
+    and whether a step terminated or truncated, the position before any reset, and the length of an ended episode."""
     with jax.default_matmul_precision("highest"):  # no TF32 in the physics
         after = jax.vmap(env.step)(now, action)
     terminated = after.terminated | ~jnp.all(jnp.isfinite(after.obs), axis=-1)  # physics that blew up ends too
     truncated = (episode_step + 1 >= args.episode_length) & ~terminated
     done = terminated | truncated
-
-    def restart(start, x):
-        return jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start, x)
-
+    restart = lambda start, x: jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start, x)
     carry = (jax.tree.map(restart, starts, after), jnp.where(done, 0, episode_step + 1))
     length = jnp.where(done, episode_step + 1, 0)
     return carry, (terminated, truncated, after.obs[..., : env.position_size], length)
@@ -890,8 +854,7 @@ def start_jax(args):
 
 
 def write_atomically(path, write):
-    """write(file) into a temporary file, which then takes the place of path: a kill or a full disk loses nothing. The
-    first process writes for all."""
+    """write(file) into a temporary file, which then takes the place of path. The first process writes for all."""
     if jax.process_index() > 0:
         return
     temporary = path.with_name(path.name + ".tmp")
@@ -928,115 +891,87 @@ def load_checkpoint(path, template):
                     raise ValueError(f"{name} is {kind(array)}, not {kind(expected)}")
                 leaves.append(jnp.array(array))
     except Exception as error:  # missing, truncated and mismatched files raise different exceptions
-        fail(f"{path} is no checkpoint of this run ({error}): put a copy in its place, or start without --resume")
+        fail(f"{path} is no checkpoint of this run ({error}): drop flags that change sizes, or restore the file")
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
-def nbytes(tree):
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def start_run(args, init, buffers):
-    """Make the run's folder, or open the one to resume. Returns it and the state: init(), or the checkpoint's. buffers
-    says in words what takes the memory."""
-    template = jax.eval_shape(init)
-    device = jax.local_devices()[0]
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    memory = (device.memory_stats() or {}).get("bytes_limit", installed) / 1e9  # a CPU has no statistics
-    needed = nbytes(template) / jax.device_count() / 1e9
-    if needed > memory:
-        sizes = f"the run's state needs {needed:,.1f} GB, the device ({device.platform}) has {memory:,.1f} GB"
-        fail(f"{sizes}: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
+    """The run's folder, and its state: init(), or the checkpoint's. buffers says in words what takes the memory."""
     name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path(args.resume or Path(args.run_dir) / name)
-    state = load_checkpoint(folder / "checkpoint.npz", template) if args.resume else None
-    if state and state.iteration >= args.num_iterations:
-        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    if jax.process_index() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        except OSError as error:
-            fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
-    devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
-    flag = "--xla_cpu_use_fusion_emitters=false"
-    is_robot = args.env.startswith(("ant", "humanoid", "arm"))
-    if device.platform == "cpu" and args.preset == "paper":
+    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}, {buffers}; the first iterations compile", flush=True)
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
-    if device.platform == "cpu" and is_robot and flag not in os.environ.get("XLA_FLAGS", ""):
-        print(f"robots step faster on a CPU, the arm 100 times as fast, with XLA_FLAGS={flag}", flush=True)
-    if jax.device_count() == 1:
-        return folder, state or init()
-    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state))
-
-
-def compile_stage(stage, *inputs):
-    """The stage for such inputs, compiled now, so that the first iteration is timed like the others; and the names of
-    its metrics, which are its last output."""
-    began = time.time()
-    compiled = stage.lower(*inputs).compile()
-    print(f"compiled {stage.__name__} in {time.time() - began:.0f} s", flush=True)
-    return compiled, list(stage.eval_shape(*inputs)[-1])
+    if on_cpu and args.env.startswith(("ant", "humanoid", "arm")) and "emitters" not in os.getenv("XLA_FLAGS", ""):
+        print("robots are faster on a CPU, the arm 100 times, with XLA_FLAGS=--xla_cpu_use_fusion_emitters=false")
+    needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init)))
+    if on_cpu and needed > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):  # XLA would wait for ever
+        fail(f"--num-envs {args.num_envs} is too much for the memory: the state needs {needed / 1e9:,.0f} GB")
+    if not args.resume:
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True)
+        return folder, init()
+    state = load_checkpoint(folder / "checkpoint.npz", jax.eval_shape(init))
+    if state.iteration >= args.num_iterations:
+        fail(f"{folder} is complete: give --total-timesteps above {int(state.iteration) * args.steps_per_iteration:,}")
+    return folder, shard_state(state)
 
 
 class Run(contextlib.ExitStack):
     """What surrounds the iterations: metrics.csv, checkpoints, progress, wandb. Inside `with`, Ctrl-C and SIGTERM end
     the run after an iteration, with a checkpoint. Only the first process writes."""
 
-    def __init__(self, args, folder, state, metric_names):
+    def __init__(self, args, folder, state, *metrics):
         super().__init__()
         self.args = args
         self.folder = folder
         self.iteration = int(state.iteration)
-        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
-        self.recent = []  # seconds of the latest 20 iterations, from the first update on
+        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *(name for of in metrics for name in of)]
         self.picture_iterations = {round(k * args.num_iterations / 5) for k in range(1, 6)}  # the end among them
-        self.signals = []
-        self.wandb = None
-        first = jax.process_index() == 0
         path = folder / "metrics.csv"
         lines = path.read_text().splitlines()[: 1 + self.iteration] if path.exists() else [",".join(self.columns)]
-        if lines[0] != ",".join(self.columns) or len(lines) <= self.iteration:
-            fail(f"{path} lacks columns or rows of the checkpoint beside it: is it of another version of this script?")
+        last = f"{self.iteration},{self.iteration * args.steps_per_iteration},"
+        if lines[0] != ",".join(self.columns) or (self.iteration and not lines[-1].startswith(last)):
+            fail(f"{path} has not the columns or steps of this run: another version of this script, or other flags?")
         self.seconds = float(lines[-1].split(",")[2]) if self.iteration else 0.0
         config = dataclasses.asdict(args) | {"resume": "", "distributed": False}
         write_atomically(folder / "args.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
         write_atomically(path, lambda file: file.writelines(f"{line}\n".encode() for line in lines))
+        first = jax.process_index() == 0
         self.file = self.enter_context(open(path if first else os.devnull, "a"))
-        self.bar = self.enter_context(tqdm(
-            total=args.num_iterations, initial=self.iteration, disable=not first,
-            mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
-            bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}"))  # fmt: skip
+        interval = 0.1 if sys.stderr.isatty() else 30  # seconds
+        bar = tqdm(total=args.num_iterations, initial=self.iteration, mininterval=interval, disable=not first)
+        self.bar = self.enter_context(bar)
+        self.wandb = None
         if args.track and first:
             import wandb
 
             names = dict(project=args.wandb_project_name, entity=args.wandb_entity, id=folder.name)
-            self.wandb = wandb.init(**names, resume="allow", config=config, dir=folder)
-            self.callback(self.wandb.finish)
+            self.wandb = self.enter_context(wandb.init(**names, resume="allow", config=config, dir=folder))
+            pictures = lambda: {path.stem: wandb.Image(str(path)) for path in sorted(folder.glob("*.png"))}
+            self.callback(lambda: self.wandb.log(pictures()))
+        self.signals = []
         for number in (signal.SIGINT, signal.SIGTERM):
             handler = signal.signal(number, lambda number, _: self.signals.append(signal.Signals(number)))
             self.callback(signal.signal, number, handler)
-        self.saved = time.time()
-        self.began = time.time()
+        self.saved = self.began = time.time()
 
     def log(self, metrics):
-        """Add a row to metrics.csv and return it. A metric that is not finite ends the run, except episode_length:
-        nan if no episode ended."""
+        """Add a row to metrics.csv and return it. Only episode_length may be nan: then no episode ended."""
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         spent = time.time() - self.began
+        rate = self.args.steps_per_iteration / spent
         self.seconds += spent
         self.iteration += 1
-        self.recent = [*self.recent[-19:], spent] if self.iteration > self.args.first_update else [spent]
-        rate = len(self.recent) * self.args.steps_per_iteration / sum(self.recent)
         row = {"iteration": self.iteration, "steps": self.iteration * self.args.steps_per_iteration}
         row |= {"seconds": round(self.seconds, 1), "steps_per_second": round(rate, 1)}
         row |= {name: x for name, x in values.items() if math.isfinite(x)}
         broken = [f"{name} is {x}" for name, x in values.items() if name not in row and name != "episode_length"]
         if broken:
             self.bar.close()
-            words = f"iteration {self.iteration}: {', '.join(broken)}"
-            fail(f"{words}; the last good checkpoint, if any, is kept in {self.folder}", code=1)
+            fail(f"iteration {self.iteration}: {', '.join(broken)}; the last checkpoint stays in {self.folder}", code=1)
         print(*(row.get(name, "") for name in self.columns), sep=",", file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(row, step=row["steps"])
@@ -1046,28 +981,17 @@ class Run(contextlib.ExitStack):
         return row
 
     def save(self, state):
-        """End an iteration: write a checkpoint if one is due, at the end of the run, and after a signal, which then
-        ends the run."""
+        """Write a checkpoint if one is due, at the end of the run, and after a signal, which then ends the run."""
         last = self.iteration == self.args.num_iterations
-        due = time.time() - self.saved >= 60 * self.args.checkpoint_minutes
-        stopped, due = np.any(all_gather(np.array([[bool(self.signals), due]])), axis=0)
-        if stopped or last or due:
-            try:
-                save_checkpoint(self.folder / "checkpoint.npz", state)
-            except (OSError, MemoryError) as error:  # there may be room again before the next one
-                if stopped or last:
-                    raise
-                tqdm.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+        due = last or time.time() - self.saved >= 60 * self.args.checkpoint_minutes
+        stopped, due = np.any(all_gather(np.array([[bool(self.signals), due]])), axis=0)  # in any process
+        if stopped or due:
+            save_checkpoint(self.folder / "checkpoint.npz", state)
             self.saved = time.time()
-        if self.wandb and (stopped or last):
-            from wandb import Image
-
-            self.wandb.log({path.stem: Image(str(path)) for path in sorted(self.folder.glob("*.png"))})
         if stopped and not last:
             self.bar.close()
             by = self.signals[0] if self.signals else signal.SIGTERM  # which another process received
-            script = Path(__file__).name
-            fail(f"stopped by {by.name}; go on with: python {script} --resume {self.folder}", code=128 + by)
+            fail(f"stopped by {by.name}; go on: python {Path(__file__).name} --resume {self.folder}", code=128 + by)
         self.began = time.time()
 
 
@@ -1089,10 +1013,6 @@ def draw_places(axes, env, title, place=(), values=(), **style):
     return axes.imshow(image.T, origin="lower", extent=extent, zorder=2, alpha=0.8, **style)
 
 
-def of_bins(env):
-    return f" of {env.free_bins:,}" if env.free_bins else ""
-
-
 def save_coverage(args, env, folder, coverage, steps):
     """coverage.npz: the bins by the step of their first visit; coverage.png: the same from above."""
     from matplotlib.figure import Figure
@@ -1105,7 +1025,7 @@ def save_coverage(args, env, folder, coverage, steps):
     write_atomically(folder / "coverage.npz", lambda file: np.savez(file, first_visit=first_visit, place=place))
     figure = Figure((7, 6), layout="constrained")
     axes = figure.add_subplot()
-    title = f"{args.env}: {len(visited):,}{of_bins(env)} bins in {steps:,} steps"
+    title = f"{args.env}: {len(visited):,} bins in {steps:,} steps"
     # from late to early: from above one sees the bin that was reached first
     image = draw_places(axes, env, title, place[::-1, :2], first_visit[::-1], cmap="viridis_r", vmin=0, vmax=steps)
     figure.colorbar(image, ax=axes, shrink=0.7, label="environment step of the first visit")
@@ -1138,52 +1058,36 @@ def parse_args(argv=None):
     return parse(default=default)
 
 
-def require(args, rules):
-    """One line and exit code 2 if a rule does not hold. rules: {"field must ...": whether it does}."""
-    for rule, holds in rules.items():
-        if not holds:
-            name, words = rule.split(" ", 1)
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
-
-
-def check_numbers(args, may_be_zero):
-    rules = {"seed must be below 2^32": args.seed < 2**32, "run_dir must not be empty": args.run_dir}
+def check_numbers(args, may_be_zero, rules):
+    """One line and exit code 2 for an argument out of range. rules() is {"field must ...": whether it does}."""
+    numbers = {"seed must be below 2^32": args.seed < 2**32}
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            zero = name in may_be_zero
-            rules[f"{name} must be {'at least' if zero else 'above'} 0"] = value > 0 or (zero and value == 0)
-            rules[f"{name} must be finite"] = value < math.inf
+            bound = "at least" if name in may_be_zero.split() else "above"
+            numbers[f"{name} must be {bound} 0 and finite"] = 0 < value < math.inf or (value == 0 and bound != "above")
         if name in ("num_envs", "batch_size"):
-            rules[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
-    require(args, rules)
+            numbers[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
+    broken = [rule for rule, holds in numbers.items() if not holds]
+    for rule in broken or [rule for rule, holds in rules().items() if not holds]:
+        name, words = rule.split(" ", 1)
+        fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
 
 
 def check_args(args, env):
-    may_be_zero = "seed checkpoint_minutes intrinsic_coef task_reward_coef noise".split()
-    check_numbers(args, may_be_zero)
+    may_be_zero = "seed checkpoint_minutes intrinsic_coef task_reward_coef noise"
     rows = max(args.unroll_length, args.learning_starts)
-    require(args, {
+    check_numbers(args, may_be_zero, lambda: {
         "gamma must be at most 1": args.gamma <= 1,
+        "total_timesteps must be below 2^31": args.num_iterations * args.steps_per_iteration < 2**31,
         "target_rate must be at most 1": args.target_rate <= 1,
         "batch_size must be at least 2": args.batch_size >= 2,
         "neighbours must be below batch_size": args.neighbours < args.batch_size,
-        "multiplier must be at most 1000": args.multiplier <= 1000,
         "multiplier must leave a gradient step for an iteration": args.gradient_steps >= 1,
-        "learning_starts must be at least 2, or unroll_length": rows >= 2,
+        "learning_starts must be at least 2 if unroll_length is 1": rows >= 2,
         "replay_size must be above unroll_length and learning_starts": rows < args.replay_size,
         "goal_cell must be a free cell of the maze": args.goal_cell is None or list(args.goal_cell) in env.free_cells,
         "task_reward_coef must be 0 where there is no maze": args.task_reward_coef == 0 or env.free_cells,
     })  # fmt: skip
-
-
-def finish(env, folder, row):
-    """The last lines of a run, and what main returns."""
-    spent = tqdm.format_interval(row["seconds"])
-    print(f"coverage {row['coverage']:,.0f}{of_bins(env)} bins after {row['steps']:,} steps in {spent}")
-    print(f"pictures {', '.join(sorted(path.name for path in folder.glob('*.png')))}")
-    print(f"folder   {folder}")
-    print(f"play     python evaluate.py {folder}")
-    return row | {"folder": str(folder)}
 
 
 def main(args):
@@ -1192,29 +1096,27 @@ def main(args):
     env = make_env(args.env)
     check_args(args, env)
     init = functools.partial(init_state, args, env)
-    buffers = f"replay buffer {nbytes(jax.eval_shape(init).replay) / 1e6:,.0f} MB"
-    folder, state = start_run(args, init, buffers)
-    compiled_collect, collect_names = compile_stage(collect, args, env, state)
-    compiled_learn, learn_names = compile_stage(learn, args, env, state)
-    with Run(args, folder, state, [*collect_names, *learn_names]) as run:
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init).replay)]
+    folder, state = start_run(args, init, f"replay buffer {sum(sizes) / 1e6:,.0f} MB")
+    metric_names = [stage.eval_shape(args, env, state)[-1] for stage in (collect, learn)]
+    with Run(args, folder, state, *metric_names) as run:
         for iteration in range(run.iteration + 1, args.num_iterations + 1):
-            state, metrics = compiled_collect(state)
+            state, metrics = collect(args, env, state)
             if iteration >= args.first_update:
-                state, learn_metrics = compiled_learn(state)
+                state, learn_metrics = learn(args, env, state)
                 metrics |= learn_metrics
             row = run.log(metrics)
             if iteration in run.picture_iterations:
                 save_coverage(args, env, folder, state.coverage, row["steps"])
             run.save(state)
-    return finish(env, folder, row)
+    bins = f"{row['coverage']:,.0f} of {env.free_bins:,} bins" if env.free_bins else f"{row['coverage']:,.0f} bins"
+    print(f"coverage {bins} after {row['steps']:,} steps in {tqdm.format_interval(row['seconds'])}")
+    print(f"picture  {folder / 'coverage.png'}\nplay     python evaluate.py {folder}")
+    return row | {"folder": str(folder)}
 
 
 if __name__ == "__main__":
     try:
         main(parse_args())
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
+    except (OSError, OverflowError, MemoryError, jax.errors.JaxRuntimeError) as error:  # disk, folder or memory
         fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
-    except KeyboardInterrupt:
-        fail("stopped by Ctrl-C", code=130)

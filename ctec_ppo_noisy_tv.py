@@ -1,11 +1,10 @@
 """C-TeC in front of a noisy TV: does noise hold the explorer? Four bonuses in one PPO, on a grid of rooms.
 
-A region of the grid, the TV, shows new random colours at every step. An agent that is rewarded for what its model
-cannot predict finds a source of surprise there that never dries up. C-TeC (Mohamed et al., "Temporal Representations
-for Exploration", ICLR 2026, Appendix "Exploration in Noisy TV setting") rewards the distance between phi(s, a) / tau
-and psi(s_f), representations that are trained by InfoNCE to tell which future belongs to which state-action: colours
-that are drawn anew tell nothing about it. `--bonus` has C-TeC and what it is compared with: RND, the error of a forward
-model, and nothing. Success is the number of cells visited.
+A region of the grid, the TV, shows new random colours at every step: for an agent that is rewarded for what its model
+cannot predict, a surprise that never ends. C-TeC (Mohamed et al., "Temporal Representations for Exploration", ICLR
+2026, "Exploration in Noisy TV setting") rewards the distance between phi(s, a) / tau and psi(s_f), which are trained by
+InfoNCE to tell which future belongs to which state-action: colours that are drawn anew tell nothing about it. `--bonus`
+has C-TeC and what it is compared with: RND, a forward model, nothing. Success is the number of cells visited.
 
 One iteration:
 
@@ -37,7 +36,6 @@ Metrics, implementation details and results: docs/ctec_ppo_noisy_tv.md
 import contextlib
 import dataclasses
 import datetime
-import errno
 import functools
 import json
 import math
@@ -59,6 +57,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 
@@ -66,8 +65,7 @@ from tqdm import tqdm
 @dataclasses.dataclass(frozen=True)
 class Args:
     env: Literal["noisy_tv"] = "noisy_tv"  # environment: a grid of rooms, one of which has the TV
-    # the intrinsic reward, which is the only one; none leaves the entropy bonus, that is, uniform random actions
-    bonus: Literal["ctec", "rnd", "forward_error", "none"] = "ctec"
+    bonus: Literal["ctec", "rnd", "forward_error", "none"] = "ctec"  # the reward; none: uniform random actions
     preset: Literal["paper", "laptop"] = "paper"  # published sizes, or minutes on a CPU; explicit flags win over it
     seed: int = 1  # seed of everything random
     total_timesteps: int = 100_000_000  # environment steps, all environments together (the paper does not say)
@@ -80,22 +78,16 @@ class Args:
     distributed: bool = False  # one run over all processes that srun or mpirun started
 
     tv: bool = True  # noise on the TV; --no-tv leaves plain floor in its place
-    # row of the TV's centre, as a share of the grid's height (0.375: the middle of the second row of rooms)
-    tv_row: float = 0.375
-    tv_column: float = 0.375  # column of the TV's centre, as a share of the grid's width
+    tv_centre: tuple[float, float] = (0.375, 0.375)  # row and column of the TV's centre, as shares of the grid's side
     tv_share: float = 1 / 64  # share of the grid's cells that the TV, a square, takes
     grid_size: int = 256  # cells along each side of the grid (paper: 256)
     rooms: int = 4  # rooms along each side of the grid, with walls and doors between them; 1 is open floor
     window: int = 5  # cells along each side of what the agent sees around it; odd
-    # where episodes begin. random: in any free cell, those of the TV too, drawn at every reset (as in xland-minigrid).
-    # fixed: in the middle of the first room (a harder test)
-    start: Literal["random", "fixed"] = "random"
+    start: Literal["random", "fixed"] = "random"  # of episodes: any free cell (xland-minigrid), or in the first room
 
     num_envs: int = 1024  # parallel environments (paper Table 2; 256 on the humanoid)
-    # steps in each environment before the update of an iteration; futures end with them, and gamma_cl 0.3 needs few
-    num_steps: int = 128
-    # steps after which an episode is truncated; the far corner is some 500 steps from the fixed start
-    episode_length: int = 1024
+    num_steps: int = 128  # steps in each environment before an update; futures end with them, gamma_cl 0.3 needs few
+    episode_length: int = 1024  # steps after which an episode is truncated; the far corner is some 500 steps away
     batch_size: int = 1024  # transitions in a gradient step (paper Table 2; 256 on the humanoid)
     update_epochs: int = 4  # passes over a rollout, of PPO and of the encoders (ETD)
     learning_rate: float = 3e-4  # Adam learning rate of PPO and of the intrinsic-reward model (ETD's of PPO)
@@ -112,14 +104,8 @@ class Args:
     encoder_width: int = 1024  # width of the three hidden layers of phi and psi (paper Table 6)
     representation_size: int = 64  # size of phi and psi (paper Table 6)
     gamma_cl: float = 0.3  # discount of the future-state distribution, Eq. 1 (paper Table 6)
-    # learn the temperature of the logits (paper Section 4.1); --no-learn-tau holds it at 1 (Appendix G.8)
-    learn_tau: bool = True
-    temperature: Literal["phi", "logits"] = "phi"  # tau divides phi in loss and reward (code), or the logits (text)
     logsumexp_penalty: float = 0.0  # weight of mean(logsumexp^2) in the contrastive loss (paper Table 6)
-    # all: the weighted sum over the rest of the episode inside the rollout. single: one sampled future
-    reward_samples: Literal["all", "single"] = "all"
-    # divide the weighted sum by the sum of its weights (the paper found it better without, Appendix E.4)
-    normalize_reward: bool = False
+    normalize_reward: bool = False  # divide the weighted sum by the sum of its weights (worse, Appendix E.4)
 
     @property
     def steps_per_iteration(self):
@@ -129,15 +115,9 @@ class Args:
     def num_iterations(self):
         return math.ceil(self.total_timesteps / self.steps_per_iteration)
 
-    @property
-    def first_update(self):
-        return 1
-
 
 # ---------------------------------------------------------------------------------------------------- networks
-class MLP(nn.Module):
-    """Hidden relu layers and a linear output layer."""
-
+class MLP(nn.Module):  # hidden relu layers and a linear output layer
     width: int
     out: int
     layers: int = 2
@@ -152,9 +132,7 @@ class MLP(nn.Module):
 
 # ----------------------------------------------------------------------- the method: C-TeC, RND, forward model
 @flax.struct.dataclass
-class Pairs:
-    """Positive pairs for a contrastive loss. For each row, the other rows' positives are its negatives."""
-
+class Pairs:  # of a contrastive loss: for each row, the other rows' positives are its negatives
     anchor: jax.Array  # (B, ...)
     positive: jax.Array  # (B, ...)
     mask: jax.Array  # (B,) 0.0: no positive, still a negative for the others; else 1.0
@@ -168,8 +146,7 @@ class Steps:  # of a rollout, as the bonus sees them
 
 
 def steps_remaining(done):
-    """(T, N) number of states that follow each step's state in its episode, inside the rollout of T+1 states. A step
-    with done is the last of its episode."""
+    """(T, N) number of states that follow a step's state in its episode (done: its last step) and rollout."""
     t = jnp.arange(len(done))[:, None]
     return jax.lax.cummin(jnp.where(done, t, len(done)), axis=0, reverse=True) - t
 
@@ -187,15 +164,10 @@ def future_times(key, args, remaining):
     return jnp.arange(len(remaining))[:, None] + truncated_geometric(key, remaining, args.gamma_cl)
 
 
-def future_weights(key, args, remaining):
-    """(N, T, T+1) weight gamma_cl^(k-1) of the state k steps ahead, 0 beyond the episode (Appendix E.4); with
-    `--reward-samples single`, weight 1 of one sampled future."""
-    steps = len(remaining)
-    last = remaining.T[..., None]  # (N, T, 1)
-    if args.reward_samples == "single":
-        return jax.nn.one_hot(future_times(key, args, remaining).T, steps + 1) * (last > 0)
-    k = jnp.arange(steps + 1) - jnp.arange(steps)[:, None]  # (T, T+1)
-    weight = jnp.where((k >= 1) & (k <= last), args.gamma_cl ** (k - 1.0), 0.0)
+def future_weights(args, remaining):
+    """(N, T, T+1) weight gamma_cl^(k-1) of the state k steps ahead, 0 beyond the episode (Appendix E.4)."""
+    k = jnp.arange(len(remaining) + 1) - jnp.arange(len(remaining))[:, None]  # (T, T+1)
+    weight = jnp.where((k >= 1) & (k <= remaining.T[..., None]), args.gamma_cl ** (k - 1.0), 0.0)
     if args.normalize_reward:
         weight /= jnp.maximum(jnp.sum(weight, axis=-1, keepdims=True), 1e-8)
     return weight
@@ -227,46 +199,28 @@ def infonce(logits, mask, logsumexp_penalty):
     return masked_mean(lse - jnp.diag(logits) + logsumexp_penalty * lse**2, mask)
 
 
-def contrastive_metrics(loss, logits, mask, phi, psi):
+def contrastive_loss(params, args, batch):
+    """C-TeC: InfoNCE between phi(s, a) / tau and psi(s_f) over the rows of Pairs (Eq. 2)."""
+    phi = encode(params["phi"], args, batch.anchor)
+    psi = encode(params["psi"], args, batch.positive)
+    tau = jnp.exp(params["log_tau"])
+    logits = l2_similarity(phi / tau, psi)  # (B, B), row i: state-action i against every future
+    loss = infonce(logits, batch.mask, args.logsumexp_penalty)
     positive = jnp.diag(logits)
-    return {
+    metrics = {
         "contrastive_loss": loss,
-        "accuracy": masked_mean(jnp.argmax(logits, axis=1) == jnp.arange(len(logits)), mask),
-        "logits_positive": masked_mean(positive, mask),
+        "accuracy": masked_mean(jnp.argmax(logits, axis=1) == jnp.arange(len(logits)), batch.mask),
+        "logits_positive": masked_mean(positive, batch.mask),
         "logits_negative": (jnp.sum(logits) - jnp.sum(positive)) / (logits.size - len(logits)),
+        "tau": tau,
         "phi_variance": jnp.mean(jnp.var(phi, axis=0)),
         "psi_variance": jnp.mean(jnp.var(psi, axis=0)),
     }
-
-
-def contrastive_loss(params, args, batch):
-    """C-TeC: InfoNCE between phi(s, a) and psi(s_f) over the rows of Pairs (Eq. 2)."""
-    phi = encode(params["phi"], args, batch.anchor)
-    psi = encode(params["psi"], args, batch.positive)
-    tau = jnp.exp(params["log_tau"]) if args.learn_tau else 1.0
-    if args.temperature == "phi":
-        logits = l2_similarity(phi / tau, psi)  # (B, B), row i: state-action i against every future
-    else:
-        logits = l2_similarity(phi, psi) / tau
-    loss = infonce(logits, batch.mask, args.logsumexp_penalty)
-    metrics = contrastive_metrics(loss, logits, batch.mask, phi, psi)
-    return loss, metrics | {"tau": jnp.exp(params["log_tau"])}  # stays at 1 if it is not learned
-
-
-def futures_reward(params, args, batch):
-    """C-TeC: (T, N) weighted sum of the distances |phi_t / tau - psi_(t+k)|_2 to the futures (Appendix E.4). phi is
-    computed once for each of T steps and psi once for each of T+1 states, never for a pair."""
-    phi = encode(params["phi"], args, jnp.concatenate([batch.states[:-1], batch.action], axis=-1))
-    psi = encode(params["psi"], args, batch.states)
-    if args.temperature == "phi" and args.learn_tau:
-        phi = phi / jnp.exp(params["log_tau"])
-    distance = -jax.vmap(l2_similarity, in_axes=1)(phi, psi)  # (N, T, T+1)
-    return jnp.sum(batch.weight * distance, axis=-1).T
+    return loss, metrics
 
 
 def prediction_error(params, args, anchor, next_obs):
-    """(...) mean squared error at the next state. RND: of a predictor of a fixed random network's features of s'.
-    Forward model: of the prediction of s' itself, place and colours, from the anchor [s, a]."""
+    """(...) mean squared error at s': of RND's predictor of a fixed random network, or of the forward model."""
     if args.bonus == "rnd":
         network = MLP(args.encoder_width, args.representation_size, 3)
         predicted = network.apply(params["predictor"], next_obs)
@@ -278,8 +232,7 @@ def prediction_error(params, args, anchor, next_obs):
 
 
 def model_loss(params, args, batch):
-    """The loss of the model, for Pairs: state-actions and their futures, or (RND, forward model) next states.
-    No gradient reaches RND's target, and Adam leaves parameters without gradient as they are."""
+    """The loss of the model, for Pairs: state-actions and their futures, or (RND, forward model) next states."""
     if args.bonus == "ctec":
         return contrastive_loss(params, args, batch)
     loss = masked_mean(prediction_error(params, args, batch.anchor, batch.positive), batch.mask)
@@ -287,13 +240,17 @@ def model_loss(params, args, batch):
 
 
 def intrinsic_reward(params, args, batch):
-    """(T, N) the reward of the Steps before it is standardised. Where no state follows, it means nothing."""
+    """(T, N) the reward of the Steps before it is standardised. Where no state follows, it means nothing. C-TeC: the
+    weighted sum of the distances |phi_t / tau - psi_(t+k)|_2 to the futures (Appendix E.4)."""
     if args.bonus == "none":
         return jnp.zeros(batch.action.shape[:2])
-    if args.bonus == "ctec":
-        return futures_reward(params, args, batch)
     anchor = jnp.concatenate([batch.states[:-1], batch.action], axis=-1)
-    return prediction_error(params, args, anchor, batch.states[1:])
+    if args.bonus != "ctec":
+        return prediction_error(params, args, anchor, batch.states[1:])
+    phi = encode(params["phi"], args, anchor) / jnp.exp(params["log_tau"])  # of each of T steps
+    psi = encode(params["psi"], args, batch.states)  # of each of T+1 states
+    distance = -jax.vmap(l2_similarity, in_axes=1)(phi, psi)  # (N, T, T+1)
+    return jnp.sum(batch.weight * distance, axis=-1).T
 
 
 # --------------------------------------------------------------------------------------------------------- PPO
@@ -301,10 +258,6 @@ def intrinsic_reward(params, args, batch):
 class Model:  # parameters and their optimiser's state
     params: Any
     opt_state: Any
-
-
-def init_model(optimizer, params):
-    return Model(params, optimizer.init(params))
 
 
 def gradient_update(loss_fn, model, optimizer, args, *inputs):
@@ -318,9 +271,7 @@ def clipped_adam(args, learning_rate):
     return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adam(learning_rate, eps=args.adam_eps))
 
 
-class ActorCritic(nn.Module):
-    """What an action distribution needs, (..., outputs), and the value (...,)."""
-
+class ActorCritic(nn.Module):  # what an action distribution needs, (..., outputs), and the value (...,)
     width: int
     outputs: int
 
@@ -331,9 +282,7 @@ class ActorCritic(nn.Module):
         return head(self.outputs), head(1)[..., 0]  # scale 0: the first policy is the same everywhere
 
 
-class Categorical:
-    """One of a number of actions."""
-
+class Categorical:  # one of a number of actions
     def __init__(self, env):
         self.size = env.num_actions
         self.outputs = env.num_actions
@@ -426,8 +375,7 @@ class RunState:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def collect(args, env, state):
-    """`num_steps` steps in every environment. What the TV shows has a random stream of its own, which neither the
-    policy nor its actions touch."""
+    """`num_steps` steps in every environment. What the TV shows has a random stream of its own."""
     key, key_collect, key_learn = jax.random.split(state.key, 3)
     state = state.replace(key=key, key_learn=key_learn, iteration=state.iteration + 1)
     key_actions, key_starts = jax.random.split(key_collect)
@@ -460,8 +408,7 @@ def collect(args, env, state):
 
 
 def standardize_valid(args, moments, iteration, reward, valid):
-    """The reward over its running mean and deviation, which begin with the first rollout's; 0, the mean, for the steps
-    whose reward is not valid."""
+    """The reward over its running mean and deviation, which begin with the first rollout's; 0 where it is not valid."""
     mean = masked_mean(reward, valid)
     now = jnp.stack([mean, masked_mean((reward - mean) ** 2, valid)])
     moments = jnp.where(iteration == 1, now, args.reward_momentum * moments + (1 - args.reward_momentum) * now)
@@ -480,16 +427,15 @@ def update(args, env, agent, model, pairs, *rows):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def learn(args, env, state, rollout):
-    """Rewards from the model as it is, then `update_epochs` passes of model and agent over the rollout, in gradient
-    steps of `batch_size` shuffled transitions (a last smaller batch is left out)."""
-    key_reward, key_epochs = jax.random.split(state.key_learn)
+    """Rewards from the model as it is, then `update_epochs` passes of model and agent over the rollout, in batches."""
+    _, key_epochs = jax.random.split(state.key_learn)
     actions = action_distribution(env)
     action = actions.vector(rollout.action)
     remaining = steps_remaining(rollout.done)
     valid = (remaining > 0).astype(jnp.float32)  # an episode's last step has no future and no next state
 
     # intrinsic rewards and their advantages; a truncated episode would have gone on, so its final value is added
-    weight = future_weights(key_reward, args, remaining) if args.bonus == "ctec" else None
+    weight = future_weights(args, remaining) if args.bonus == "ctec" else None
     reward = intrinsic_reward(state.model.params, args, Steps(rollout.obs, action, weight))
     moments, now, scaled = standardize_valid(args, state.reward_moments, state.iteration, reward, valid)
     last_value = ActorCritic(args.agent_width, actions.outputs).apply(state.agent.params, rollout.obs[-1])[1]
@@ -548,17 +494,17 @@ def init_state(args, env):
     # stagger the first episodes: only the clock ends them, and a rollout should have steps of every age
     episode_step = jax.random.randint(key_step, (args.num_envs,), 0, args.episode_length)
     optimizer = clipped_adam(args, args.learning_rate)
-    return RunState(
-        key=key,
-        key_learn=key,
+    bonus = init_bonus(args, env, key_model)
+    return shard_state(RunState(
+        key=key, key_learn=key,
         key_tv=key_tv,
         iteration=jnp.int32(0),
         walkers=Walkers(cell, obs, episode_step),
         visits=jnp.zeros(env.size**2, jnp.int32),
         reward_moments=jnp.zeros(2),
-        agent=init_model(optimizer, agent),
-        model=init_model(optimizer, init_bonus(args, env, key_model)),
-    )
+        agent=Model(agent, optimizer.init(agent)),
+        model=Model(bonus, optimizer.init(bonus)),
+    ))  # fmt: skip
 
 
 # ==================================================================================================== appendix
@@ -566,8 +512,7 @@ def init_state(args, env):
 
 
 # ----------------------------------------------------------------------------------------------------- devices
-# the axes by which fields of RunState are split over the devices
-SPLIT = {"walkers": ("envs",)}
+SPLIT = {"walkers": ("envs",)}  # of RunState; others are replicated
 
 
 def shard(tree, *axes):
@@ -586,11 +531,7 @@ def shard_state(state):
 
 def all_gather(tree):
     """All-gather a sharded pytree; arrays local to a process are concatenated."""
-    if jax.process_count() == 1:
-        return tree
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.process_allgather(tree, tiled=True)
+    return multihost_utils.process_allgather(tree, tiled=True) if jax.process_count() > 1 else tree
 
 
 # ---------------------------------------------------------------------------------------------------- coverage
@@ -601,15 +542,12 @@ def visit_metrics(env, visits, cell):
         "coverage": coverage,
         "coverage_share": coverage / env.free_cells,
         "at_tv": jnp.mean(jnp.asarray(env.sees_tv)[cell]),
-        "on_tv": jnp.mean(jnp.asarray(env.is_tv).ravel()[cell]),
         "at_tv_run": jnp.sum(jnp.where(env.sees_tv, visits, 0)) / jnp.sum(visits),
     }
 
 
 # ------------------------------------------------------------------------------------------------ environments
-FLOOR = 0
-WALL = 1
-TV = 2
+FLOOR, WALL, TV = range(3)
 
 
 class NoisyGrid:
@@ -620,34 +558,25 @@ class NoisyGrid:
     moves = np.array([(-1, 0), (1, 0), (0, -1), (0, 1), (0, 0)])
 
     def __init__(self, args):
-        size = args.grid_size
-        self.size = size
+        self.size = size = args.grid_size
         self.window = args.window
         self.is_wall = self.walls(size, args.rooms)
         self.free_cells = int(np.sum(~self.is_wall))
         middle = size // args.rooms // 2 * (size + 1)  # of the first room
-        starts = np.flatnonzero(~self.is_wall) if args.start == "random" else np.array([middle])
-        self.starts = starts.astype(np.int32)  # the cells in which an episode may begin
+        self.starts = np.int32(np.flatnonzero(~self.is_wall) if args.start == "random" else [middle])  # of episodes
         self.tv_side = max(round(args.tv_share**0.5 * size), 1)
-        self.tv_corner = np.round(np.array([args.tv_row, args.tv_column]) * size - self.tv_side / 2).astype(int)
-        row, column = np.divmod(np.arange(size**2), size)
-        in_tv = lambda x, corner: (x >= corner) & (x < corner + self.tv_side)
-        in_square = in_tv(row, self.tv_corner[0]) & in_tv(column, self.tv_corner[1])
+        self.tv_corner = np.round(np.array(args.tv_centre) * size - self.tv_side / 2).astype(int)
+        place = np.stack(np.divmod(np.arange(size**2), size), axis=-1)  # (cells, 2) row and column
+        in_square = np.all((place >= self.tv_corner) & (place < self.tv_corner + self.tv_side), axis=-1)
         self.is_tv = in_square.reshape(size, size) & ~self.is_wall
-
         # where each action leads from each cell, (cells, actions)
-        place = np.stack([row, column], axis=-1)
         target = np.clip(place[:, None] + self.moves, 0, size - 1)
         blocked = self.is_wall[target[..., 0], target[..., 1]]
         self.target = np.where(blocked, np.arange(size**2)[:, None], target @ [size, 1]).astype(np.int32)
-
         # what is at each place of the window around each cell, (cells, window^2)
-        content = np.where(self.is_wall, WALL, FLOOR)
-        if args.tv:
-            content = np.where(self.is_tv, TV, content)
+        content = np.where(self.is_tv & args.tv, TV, np.where(self.is_wall, WALL, FLOOR))
         self.view = self.around(content, WALL).astype(np.uint8)
         self.sees_tv = self.around(self.is_tv, False).any(axis=-1)
-
         # a place along one axis: sines and cosines of periods 2 * size, size, ... down to 8 cells or less
         octaves = 2.0 ** np.arange(max(math.ceil(math.log2(size / 8)), 0) + 2)
         angle = np.pi * np.arange(size)[:, None] * octaves / size
@@ -670,8 +599,7 @@ class NoisyGrid:
         return windows.reshape(self.size**2, self.window**2)
 
     def draw_colours(self, key, shape):
-        """(*shape, window^2) one of eight colours for each place of the window, for one step of each environment. All
-        of the TV changes at every step and nobody sees more of it than a window: nothing else has to be drawn."""
+        """(*shape, window^2) one of eight colours for each place of the window: nobody sees more of the TV."""
         return jax.random.bits(key, (*shape, self.window**2), jnp.uint8) & 7
 
     def draw_starts(self, key, shape):
@@ -681,20 +609,15 @@ class NoisyGrid:
         return jnp.asarray(self.target)[cell, action]
 
     def observe(self, cell, colours):
-        """(N, state_size) the place, and red, green and blue of the cells around it: floor is black, walls and what
-        lies outside are grey, the TV has the eight corners of the colour cube."""
+        """(N, state_size) the place, and the colours around it: floor black, walls and outside grey, the TV random."""
         view = jnp.asarray(self.view)[cell]  # (N, window^2)
-        channels = []
-        for bit in range(3):
-            shown = (colours >> bit & 1).astype(jnp.float32)
-            channels.append(jnp.where(view == TV, shown, jnp.where(view == WALL, 0.5, 0.0)))
         code = jnp.asarray(self.place_code)
+        dark = jnp.where(view == WALL, 0.5, 0.0)
+        channels = [jnp.where(view == TV, (colours >> bit & 1).astype(jnp.float32), dark) for bit in range(3)]
         return jnp.concatenate([code[cell // self.size], code[cell % self.size], *channels], axis=-1)
 
 
-@functools.cache
-def make_noisy_tv(args):
-    return NoisyGrid(args)
+make_noisy_tv = functools.cache(NoisyGrid)
 
 
 # ----------------------------------------------------------------------------------- run folder and checkpoint
@@ -718,8 +641,7 @@ def start_jax(args):
 
 
 def write_atomically(path, write):
-    """write(file) into a temporary file, which then takes the place of path: a kill or a full disk loses nothing. The
-    first process writes for all."""
+    """write(file) into a temporary file, which then takes the place of path. The first process writes for all."""
     if jax.process_index() > 0:
         return
     temporary = path.with_name(path.name + ".tmp")
@@ -756,115 +678,87 @@ def load_checkpoint(path, template):
                     raise ValueError(f"{name} is {kind(array)}, not {kind(expected)}")
                 leaves.append(jnp.array(array))
     except Exception as error:  # missing, truncated and mismatched files raise different exceptions
-        fail(f"{path} is no checkpoint of this run ({error}): put a copy in its place, or start without --resume")
+        fail(f"{path} is no checkpoint of this run ({error}): drop flags that change sizes, or restore the file")
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
-def nbytes(tree):
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def start_run(args, init, buffers):
-    """Make the run's folder, or open the one to resume. Returns it and the state: init(), or the checkpoint's. buffers
-    says in words what takes the memory."""
-    template = jax.eval_shape(init)
-    device = jax.local_devices()[0]
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    memory = (device.memory_stats() or {}).get("bytes_limit", installed) / 1e9  # a CPU has no statistics
-    needed = nbytes(template) / jax.device_count() / 1e9
-    if needed > memory:
-        sizes = f"the run's state needs {needed:,.1f} GB, the device ({device.platform}) has {memory:,.1f} GB"
-        fail(f"{sizes}: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
+    """The run's folder, and its state: init(), or the checkpoint's. buffers says in words what takes the memory."""
     name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path(args.resume or Path(args.run_dir) / name)
-    state = load_checkpoint(folder / "checkpoint.npz", template) if args.resume else None
-    if state and state.iteration >= args.num_iterations:
-        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    if jax.process_index() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        except OSError as error:
-            fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
-    devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
-    flag = "--xla_cpu_use_fusion_emitters=false"
-    is_robot = args.env.startswith(("ant", "humanoid", "arm"))
-    if device.platform == "cpu" and args.preset == "paper":
+    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}, {buffers}; the first iterations compile", flush=True)
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
-    if device.platform == "cpu" and is_robot and flag not in os.environ.get("XLA_FLAGS", ""):
-        print(f"robots step faster on a CPU, the arm 100 times as fast, with XLA_FLAGS={flag}", flush=True)
-    if jax.device_count() == 1:
-        return folder, state or init()
-    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state))
-
-
-def compile_stage(stage, *inputs):
-    """The stage for such inputs, compiled now, so that the first iteration is timed like the others; and the names of
-    its metrics, which are its last output."""
-    began = time.time()
-    compiled = stage.lower(*inputs).compile()
-    print(f"compiled {stage.__name__} in {time.time() - began:.0f} s", flush=True)
-    return compiled, list(stage.eval_shape(*inputs)[-1])
+    if on_cpu and args.env.startswith(("ant", "humanoid", "arm")) and "emitters" not in os.getenv("XLA_FLAGS", ""):
+        print("robots are faster on a CPU, the arm 100 times, with XLA_FLAGS=--xla_cpu_use_fusion_emitters=false")
+    needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init)))
+    if on_cpu and needed > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):  # XLA would wait for ever
+        fail(f"--num-envs {args.num_envs} is too much for the memory: the state needs {needed / 1e9:,.0f} GB")
+    if not args.resume:
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True)
+        return folder, init()
+    state = load_checkpoint(folder / "checkpoint.npz", jax.eval_shape(init))
+    if state.iteration >= args.num_iterations:
+        fail(f"{folder} is complete: give --total-timesteps above {int(state.iteration) * args.steps_per_iteration:,}")
+    return folder, shard_state(state)
 
 
 class Run(contextlib.ExitStack):
     """What surrounds the iterations: metrics.csv, checkpoints, progress, wandb. Inside `with`, Ctrl-C and SIGTERM end
     the run after an iteration, with a checkpoint. Only the first process writes."""
 
-    def __init__(self, args, folder, state, metric_names):
+    def __init__(self, args, folder, state, *metrics):
         super().__init__()
         self.args = args
         self.folder = folder
         self.iteration = int(state.iteration)
-        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
-        self.recent = []  # seconds of the latest 20 iterations, from the first update on
+        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *(name for of in metrics for name in of)]
         self.picture_iterations = {round(k * args.num_iterations / 5) for k in range(1, 6)}  # the end among them
-        self.signals = []
-        self.wandb = None
-        first = jax.process_index() == 0
         path = folder / "metrics.csv"
         lines = path.read_text().splitlines()[: 1 + self.iteration] if path.exists() else [",".join(self.columns)]
-        if lines[0] != ",".join(self.columns) or len(lines) <= self.iteration:
-            fail(f"{path} lacks columns or rows of the checkpoint beside it: is it of another version of this script?")
+        last = f"{self.iteration},{self.iteration * args.steps_per_iteration},"
+        if lines[0] != ",".join(self.columns) or (self.iteration and not lines[-1].startswith(last)):
+            fail(f"{path} has not the columns or steps of this run: another version of this script, or other flags?")
         self.seconds = float(lines[-1].split(",")[2]) if self.iteration else 0.0
         config = dataclasses.asdict(args) | {"resume": "", "distributed": False}
         write_atomically(folder / "args.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
         write_atomically(path, lambda file: file.writelines(f"{line}\n".encode() for line in lines))
+        first = jax.process_index() == 0
         self.file = self.enter_context(open(path if first else os.devnull, "a"))
-        self.bar = self.enter_context(tqdm(
-            total=args.num_iterations, initial=self.iteration, disable=not first,
-            mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
-            bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}"))  # fmt: skip
+        interval = 0.1 if sys.stderr.isatty() else 30  # seconds
+        bar = tqdm(total=args.num_iterations, initial=self.iteration, mininterval=interval, disable=not first)
+        self.bar = self.enter_context(bar)
+        self.wandb = None
         if args.track and first:
             import wandb
 
             names = dict(project=args.wandb_project_name, entity=args.wandb_entity, id=folder.name)
-            self.wandb = wandb.init(**names, resume="allow", config=config, dir=folder)
-            self.callback(self.wandb.finish)
+            self.wandb = self.enter_context(wandb.init(**names, resume="allow", config=config, dir=folder))
+            pictures = lambda: {path.stem: wandb.Image(str(path)) for path in sorted(folder.glob("*.png"))}
+            self.callback(lambda: self.wandb.log(pictures()))
+        self.signals = []
         for number in (signal.SIGINT, signal.SIGTERM):
             handler = signal.signal(number, lambda number, _: self.signals.append(signal.Signals(number)))
             self.callback(signal.signal, number, handler)
-        self.saved = time.time()
-        self.began = time.time()
+        self.saved = self.began = time.time()
 
     def log(self, metrics):
-        """Add a row to metrics.csv and return it. A metric that is not finite ends the run, except episode_length:
-        nan if no episode ended."""
+        """Add a row to metrics.csv and return it. Only episode_length may be nan: then no episode ended."""
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         spent = time.time() - self.began
+        rate = self.args.steps_per_iteration / spent
         self.seconds += spent
         self.iteration += 1
-        self.recent = [*self.recent[-19:], spent] if self.iteration > self.args.first_update else [spent]
-        rate = len(self.recent) * self.args.steps_per_iteration / sum(self.recent)
         row = {"iteration": self.iteration, "steps": self.iteration * self.args.steps_per_iteration}
         row |= {"seconds": round(self.seconds, 1), "steps_per_second": round(rate, 1)}
         row |= {name: x for name, x in values.items() if math.isfinite(x)}
         broken = [f"{name} is {x}" for name, x in values.items() if name not in row and name != "episode_length"]
         if broken:
             self.bar.close()
-            words = f"iteration {self.iteration}: {', '.join(broken)}"
-            fail(f"{words}; the last good checkpoint, if any, is kept in {self.folder}", code=1)
+            fail(f"iteration {self.iteration}: {', '.join(broken)}; the last checkpoint stays in {self.folder}", code=1)
         print(*(row.get(name, "") for name in self.columns), sep=",", file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(row, step=row["steps"])
@@ -874,43 +768,29 @@ class Run(contextlib.ExitStack):
         return row
 
     def save(self, state):
-        """End an iteration: write a checkpoint if one is due, at the end of the run, and after a signal, which then
-        ends the run."""
+        """Write a checkpoint if one is due, at the end of the run, and after a signal, which then ends the run."""
         last = self.iteration == self.args.num_iterations
-        due = time.time() - self.saved >= 60 * self.args.checkpoint_minutes
-        stopped, due = np.any(all_gather(np.array([[bool(self.signals), due]])), axis=0)
-        if stopped or last or due:
-            try:
-                save_checkpoint(self.folder / "checkpoint.npz", state)
-            except (OSError, MemoryError) as error:  # there may be room again before the next one
-                if stopped or last:
-                    raise
-                tqdm.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+        due = last or time.time() - self.saved >= 60 * self.args.checkpoint_minutes
+        stopped, due = np.any(all_gather(np.array([[bool(self.signals), due]])), axis=0)  # in any process
+        if stopped or due:
+            save_checkpoint(self.folder / "checkpoint.npz", state)
             self.saved = time.time()
-        if self.wandb and (stopped or last):
-            from wandb import Image
-
-            self.wandb.log({path.stem: Image(str(path)) for path in sorted(self.folder.glob("*.png"))})
         if stopped and not last:
             self.bar.close()
             by = self.signals[0] if self.signals else signal.SIGTERM  # which another process received
-            script = Path(__file__).name
-            fail(f"stopped by {by.name}; go on with: python {script} --resume {self.folder}", code=128 + by)
+            fail(f"stopped by {by.name}; go on: python {Path(__file__).name} --resume {self.folder}", code=128 + by)
         self.began = time.time()
 
 
 # ---------------------------------------------------------------------------------------------------- pictures
 def draw_visits(axes, env, title, visits):
-    """Heat map of the (cells,) visits on a logarithmic scale, walls grey, unvisited cells white, the TV
-    outlined, a start that is fixed marked."""
-    from matplotlib.colors import LogNorm
-
+    """Heat map of the (cells,) visits on a logarithmic scale, walls grey, the TV outlined, a fixed start marked."""
     side = env.tv_side
     top, left = env.tv_corner - 0.5
     visits = np.asarray(visits, float).reshape(env.size, env.size)
     axes.imshow(np.where(env.is_wall, 0.5, np.nan), cmap="gray", vmin=0, vmax=1)
-    norm = LogNorm(1, max(visits.max(), 10))
-    image = axes.imshow(np.where(visits > 0, visits, np.nan), cmap="viridis", norm=norm)
+    shown = np.where(visits > 0, visits, np.nan)
+    image = axes.imshow(shown, cmap="viridis", norm="log", vmin=1, vmax=max(visits.max(), 10))
     axes.plot([left, left + side, left + side, left, left], [top, top, top + side, top + side, top], color="red")
     if len(env.starts) == 1:
         axes.plot(*divmod(env.starts[0], env.size)[::-1], "o", color="red", markersize=3)
@@ -926,9 +806,8 @@ def save_visits(args, env, folder, visits, steps):
     write_atomically(folder / "visits.npz", lambda file: np.savez(file, visits=visits.reshape(env.size, env.size)))
     figure = Figure((7, 6), layout="constrained")
     axes = figure.add_subplot()
-    noise = "TV on" if args.tv else "TV off"
-    share = np.sum(visits > 0) / env.free_cells
-    title = f"{args.bonus}, {noise}: {share:.1%} of {env.free_cells:,} cells in {steps:,} steps"
+    share = f"{np.mean(visits > 0) * visits.size / env.free_cells:.1%} of {env.free_cells:,} cells"
+    title = f"{args.bonus}, TV {'on' if args.tv else 'off'}: {share} in {steps:,} steps"
     figure.colorbar(draw_visits(axes, env, title, visits), ax=axes, label="visits")
     write_atomically(folder / "visits.png", lambda file: figure.savefig(file, dpi=100))
 
@@ -956,30 +835,24 @@ def parse_args(argv=None):
     return parse(default=default)
 
 
-def require(args, rules):
-    """One line and exit code 2 if a rule does not hold. rules: {"field must ...": whether it does}."""
-    for rule, holds in rules.items():
-        if not holds:
-            name, words = rule.split(" ", 1)
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
-
-
-def check_numbers(args, may_be_zero):
-    rules = {"seed must be below 2^32": args.seed < 2**32, "run_dir must not be empty": args.run_dir}
+def check_numbers(args, may_be_zero, rules):
+    """One line and exit code 2 for an argument out of range. rules() is {"field must ...": whether it does}."""
+    numbers = {"seed must be below 2^32": args.seed < 2**32}
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            zero = name in may_be_zero
-            rules[f"{name} must be {'at least' if zero else 'above'} 0"] = value > 0 or (zero and value == 0)
-            rules[f"{name} must be finite"] = value < math.inf
+            bound = "at least" if name in may_be_zero.split() else "above"
+            numbers[f"{name} must be {bound} 0 and finite"] = 0 < value < math.inf or (value == 0 and bound != "above")
         if name in ("num_envs", "batch_size"):
-            rules[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
-    require(args, rules)
+            numbers[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
+    broken = [rule for rule, holds in numbers.items() if not holds]
+    for rule in broken or [rule for rule, holds in rules().items() if not holds]:
+        name, words = rule.split(" ", 1)
+        fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
 
 
 def check_args(args):
-    may_be_zero = "seed checkpoint_minutes entropy_coef value_coef gae_lambda reward_momentum logsumexp_penalty".split()
-    check_numbers(args, may_be_zero)
-    require(args, {
+    may_be_zero = "seed checkpoint_minutes entropy_coef value_coef gae_lambda reward_momentum logsumexp_penalty"
+    check_numbers(args, may_be_zero, lambda: {
         "gamma must be at most 1": args.gamma <= 1,
         "gae_lambda must be at most 1": args.gae_lambda <= 1,
         "gamma_cl must be below 1": args.gamma_cl < 1,
@@ -988,24 +861,11 @@ def check_args(args):
         "batch_size must be at most num_envs * num_steps": args.batch_size <= args.steps_per_iteration,
         "window must be odd, and at most grid_size": args.window % 2 == 1 and args.window <= args.grid_size,
         "rooms must be at least 4 cells wide": args.rooms * 4 <= args.grid_size,
-        "tv_share must be below 1": args.tv_share < 1,
         "total_timesteps must be below 2^31": args.num_iterations * args.steps_per_iteration < 2**31,
     })  # fmt: skip
     env = make_noisy_tv(args)
-    inside = (env.tv_corner >= 0) & (env.tv_corner + env.tv_side <= env.size)
-    words = "must leave the TV inside the grid"
-    require(args, {f"tv_row {words}": inside[0], f"tv_column {words}": inside[1]})
-
-
-def finish_tv(env, folder, row):
-    """The last lines of a run, and what main returns."""
-    spent = tqdm.format_interval(row["seconds"])
-    result = f"coverage {row['coverage']:,.0f} of {env.free_cells:,} cells after {row['steps']:,} steps"
-    print(f"{result} in {spent}, {row['at_tv_run']:.1%} of them at the TV")
-    print(f"pictures {', '.join(sorted(path.name for path in folder.glob('*.png')))}")
-    print(f"folder   {folder}")
-    print(f"play     python evaluate.py {folder}")
-    return row | {"folder": str(folder)}
+    inside = np.all((env.tv_corner >= 0) & (env.tv_corner + env.tv_side <= env.size))
+    check_numbers(args, may_be_zero, lambda: {"tv_centre must leave the TV inside the grid": inside})
 
 
 def main(args):
@@ -1014,28 +874,26 @@ def main(args):
     check_args(args)
     env = make_noisy_tv(args)
     init = functools.partial(init_state, args, env)
-    buffers = f"rollout buffer {4e-6 * args.steps_per_iteration * env.state_size:,.1f} MB"
-    folder, state = start_run(args, init, buffers)
-    compiled_collect, collect_names = compile_stage(collect, args, env, state)
-    _, rollout, _ = compiled_collect.out_info
-    compiled_learn, learn_names = compile_stage(learn, args, env, state, rollout)
-    with Run(args, folder, state, [*collect_names, *learn_names]) as run:
+    folder, state = start_run(args, init, f"rollout buffer {4e-6 * args.steps_per_iteration * env.state_size:,.1f} MB")
+    _, rollout, metrics = collect.eval_shape(args, env, state)
+    with Run(args, folder, state, metrics, learn.eval_shape(args, env, state, rollout)[-1]) as run:
         for iteration in range(run.iteration + 1, args.num_iterations + 1):
-            state, rollout, metrics = compiled_collect(state)
-            state, learn_metrics = compiled_learn(state, rollout)
+            state, rollout, metrics = collect(args, env, state)
+            state, learn_metrics = learn(args, env, state, rollout)
             row = run.log(metrics | learn_metrics)
             if iteration in run.picture_iterations:
                 save_visits(args, env, folder, state.visits, row["steps"])
             run.save(state)
-    return finish_tv(env, folder, row)
+    result = (
+        f"coverage {row['coverage']:,.0f} of {env.free_cells:,} cells, {row['at_tv_run']:.1%} of the steps at the TV"
+    )
+    print(f"{result}, after {row['steps']:,} steps in {tqdm.format_interval(row['seconds'])}")
+    print(f"picture  {folder / 'visits.png'}\nplay     python evaluate.py {folder}")
+    return row | {"folder": str(folder)}
 
 
 if __name__ == "__main__":
     try:
         main(parse_args())
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
+    except (OSError, OverflowError, MemoryError, jax.errors.JaxRuntimeError) as error:  # disk, folder or memory
         fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
-    except KeyboardInterrupt:
-        fail("stopped by Ctrl-C", code=130)

@@ -36,7 +36,6 @@ Metrics, implementation details and results: docs/etd_ppo.md
 import contextlib
 import dataclasses
 import datetime
-import errno
 import functools
 import io
 import json
@@ -60,6 +59,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 with contextlib.redirect_stdout(io.StringIO()):  # no "Failed to import warp": an optional backend that is not used
@@ -126,15 +126,9 @@ class Args:
     def num_iterations(self):
         return math.ceil(self.total_timesteps / self.steps_per_iteration)
 
-    @property
-    def first_update(self):
-        return 1
-
 
 # ---------------------------------------------------------------------------------------------------- networks
-class MLP(nn.Module):
-    """Hidden relu layers and a linear output layer."""
-
+class MLP(nn.Module):  # hidden relu layers and a linear output layer
     width: int
     out: int
     layers: int = 2
@@ -149,17 +143,14 @@ class MLP(nn.Module):
 
 # ----------------------------------------------------------------------------------- the method: ETD and C-TeC
 @flax.struct.dataclass
-class Pairs:
-    """Positive pairs for a contrastive loss. For each row, the other rows' positives are its negatives."""
-
+class Pairs:  # of a contrastive loss: for each row, the other rows' positives are its negatives
     anchor: jax.Array  # (B, ...)
     positive: jax.Array  # (B, ...)
     mask: jax.Array  # (B,) 0.0: no positive, still a negative for the others; else 1.0
 
 
 def steps_remaining(done):
-    """(T, N) number of states that follow each step's state in its episode, inside the rollout of T+1 states. A step
-    with done is the last of its episode."""
+    """(T, N) number of states that follow a step's state in its episode (done: its last step) and rollout."""
     t = jnp.arange(len(done))[:, None]
     return jax.lax.cummin(jnp.where(done, t, len(done)), axis=0, reverse=True) - t
 
@@ -233,9 +224,7 @@ def etd_loss(params, args, batch):
 
 
 @flax.struct.dataclass
-class Memory:
-    """The states of each environment's episode before the rollout, in a ring buffer: number k is in row k % M."""
-
+class Memory:  # the states of each environment's episode before the rollout, in a ring: number k is in row k % M
     states: jax.Array  # (N, M, representation_size) embeddings, or (N, M, state_size) observations
     count: jax.Array  # (N,) states of the episode so far
     overflow: jax.Array  # () states that were forgotten before their episode ended
@@ -265,7 +254,7 @@ def etd_reward(params, args, states, done, memory):
     z, _ = encode_state(params, args, states)  # (T+1, N, features)
     old = memory.states
     if args.memory == "observations":
-        old = map_in_pieces(lambda obs: encode_state(params, args, obs)[0], old, 32)
+        old = jax.lax.map(lambda obs: encode_state(params, args, obs)[0], old, batch_size=32)
 
     def nearest(inputs):
         z, old, count, episode = inputs  # of one environment
@@ -276,7 +265,7 @@ def etd_reward(params, args, states, done, memory):
         return jnp.min(jnp.where(jnp.concatenate([in_memory, in_rollout]), distance, jnp.inf), axis=0)
 
     inputs = (z.swapaxes(0, 1), old, memory.count, episode_numbers(done)[:-1].T)
-    reward = jnp.where(done, 0.0, map_in_pieces(nearest, inputs, 16).T)
+    reward = jnp.where(done, 0.0, jax.lax.map(nearest, inputs, batch_size=16).T)
     kept = z if args.memory == "embeddings" else states
     return reward, insert_states(memory, kept[:-1], done)
 
@@ -363,10 +352,6 @@ class Model:  # parameters and their optimiser's state
     opt_state: Any
 
 
-def init_model(optimizer, params):
-    return Model(params, optimizer.init(params))
-
-
 def gradient_update(loss_fn, model, optimizer, args, *inputs):
     """One optimiser step on loss_fn(params, args, *inputs) -> (loss, aux)."""
     grads, aux = jax.grad(loss_fn, has_aux=True)(model.params, args, *inputs)
@@ -378,9 +363,7 @@ def clipped_adam(args, learning_rate):
     return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adam(learning_rate, eps=args.adam_eps))
 
 
-class ActorCritic(nn.Module):
-    """What an action distribution needs, (..., outputs), and the value (...,)."""
-
+class ActorCritic(nn.Module):  # what an action distribution needs, (..., outputs), and the value (...,)
     width: int
     outputs: int
 
@@ -391,9 +374,7 @@ class ActorCritic(nn.Module):
         return head(self.outputs), head(1)[..., 0]  # scale 0: the first policy is the same everywhere
 
 
-class TanhGaussian:
-    """Actions tanh(u) with normal u. A rollout keeps u: the tanh's Jacobian cancels in the ratio of probabilities."""
-
+class TanhGaussian:  # tanh(u), normal u. A rollout keeps u: the tanh's Jacobian cancels in the ratio of probabilities
     def __init__(self, env):
         self.size = env.action_size
         self.outputs = 2 * env.action_size
@@ -423,9 +404,7 @@ class TanhGaussian:
         return jnp.tanh(u)  # what the environment and phi get
 
 
-class Categorical:
-    """One of a number of actions."""
-
+class Categorical:  # one of a number of actions
     def __init__(self, env):
         self.size = env.num_actions
         self.outputs = env.num_actions
@@ -537,8 +516,7 @@ def collect(args, env, state):
 
 
 def standardize_valid(args, moments, iteration, reward, valid):
-    """The reward over its running mean and deviation, which begin with the first rollout's; 0, the mean, for the steps
-    whose reward is not valid."""
+    """The reward over its running mean and deviation, which begin with the first rollout's; 0 where it is not valid."""
     mean = masked_mean(reward, valid)
     now = jnp.stack([mean, masked_mean((reward - mean) ** 2, valid)])
     moments = jnp.where(iteration == 1, now, args.reward_momentum * moments + (1 - args.reward_momentum) * now)
@@ -598,9 +576,7 @@ def learn(args, env, state, rollout):
 
 
 # ----------------------------------------------------------------------------------------------- initial state
-def make_worlds(env, key, number):
-    """env.reset for so many new episodes, all together and each device its share: Craftax takes 0.4 MB a world, so that
-    the 4,096 worlds of a rollout at the paper's sizes take 1.6 GB of working memory."""
+def make_worlds(env, key, number):  # Craftax takes 0.4 MB of working memory for each
     return jax.vmap(env.reset)(shard(jax.random.split(key, number), "envs"))
 
 
@@ -625,18 +601,16 @@ def init_state(args, env):
         params = {"phi": phi, "psi": encoder.init(key_psi, obs), "log_tau": jnp.zeros(())}
     # stagger the first episodes: where only the clock ends them, a rollout then has steps of every age
     episode_step = jax.random.randint(key_step, (args.num_envs,), 0, args.episode_length if env.position_size else 1)
-    return RunState(
-        key=key,
-        key_learn=key,
-        iteration=jnp.int32(0),
+    return shard_state(RunState(
+        key=key, key_learn=key, iteration=jnp.int32(0),
         env=make_worlds(env, key_env, args.num_envs),
         episode_step=episode_step,
         success=init_coverage(env) if env.position_size else init_episodes(args),
         memory=init_memory(args, env) if args.bonus == "etd" else None,
         reward_moments=jnp.zeros(2),
-        agent=init_model(clipped_adam(args, args.learning_rate), agent),
-        model=init_model(clipped_adam(args, args.encoder_learning_rate), params),
-    )
+        agent=Model(agent, clipped_adam(args, args.learning_rate).init(agent)),
+        model=Model(params, clipped_adam(args, args.encoder_learning_rate).init(params)),
+    ))  # fmt: skip
 
 
 # ==================================================================================================== appendix
@@ -644,8 +618,7 @@ def init_state(args, env):
 
 
 # ----------------------------------------------------------------------------------------------------- devices
-# the axes by which fields of RunState are split over the devices
-SPLIT = {name: ("envs",) for name in ("env", "episode_step", "memory")}
+SPLIT = {name: ("envs",) for name in ("env", "episode_step", "memory")}  # of RunState; others are replicated
 
 
 def shard(tree, *axes):
@@ -664,21 +637,7 @@ def shard_state(state):
 
 def all_gather(tree):
     """All-gather a sharded pytree; arrays local to a process are concatenated."""
-    if jax.process_count() == 1:
-        return tree
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.process_allgather(tree, tiled=True)
-
-
-def map_in_pieces(function, tree, size):
-    """function for each row of the arrays, for `size` rows at a time (or the largest divisor of their number that also
-    divides it). A piece has rows from all over the arrays: each device has its share of them."""
-    number = len(jax.tree.leaves(tree)[0])
-    size = math.gcd(number, size)
-    cut = lambda x: shard(x.reshape(size, -1, *x.shape[1:]).swapaxes(0, 1), None, "envs")
-    join = lambda x: x.swapaxes(0, 1).reshape(number, *x.shape[2:])
-    return jax.tree.map(join, jax.lax.map(jax.vmap(function), jax.tree.map(cut, tree)))
+    return multihost_utils.process_allgather(tree, tiled=True) if jax.process_count() > 1 else tree
 
 
 # ----------------------------------------------------------------------------------- coverage and achievements
@@ -691,29 +650,18 @@ def init_coverage(env):
     return jnp.full(math.prod(GRID[: env.position_size]), NEVER)
 
 
-def bin_place(position):
-    """floor(position / BIN), (..., position_size) int32; NEVER if the position is not finite."""
-    finite = jnp.all(jnp.isfinite(position), axis=-1, keepdims=True)
-    return jnp.where(finite, jnp.clip(jnp.floor(position / BIN), -(2**30), 2**30).astype(jnp.int32), NEVER)
+def bin_slot(position):
+    """(...) index in the grid of the bin floor(position / BIN); one past the end if a position is not finite."""
+    size = GRID[: position.shape[-1]]
+    place = jnp.clip(jnp.floor(position / BIN), -(2**30), 2**30).astype(jnp.int32)
+    slot = jnp.ravel_multi_index(tuple(jnp.moveaxis(place, -1, 0)), size, mode="wrap")
+    return jnp.where(jnp.all(jnp.isfinite(position), axis=-1), slot, math.prod(size))
 
 
-def bin_slot(place):
-    """(...) index in the grid of bins (..., position_size)."""
-    return jnp.ravel_multi_index(tuple(jnp.moveaxis(place, -1, 0)), GRID[: place.shape[-1]], mode="wrap")
-
-
-def mark_visited(args, env, coverage, iteration, position):
-    """Add the positions (T, N, position_size) of an iteration's steps."""
+def mark_visited(args, coverage, iteration, position):
+    """Add the positions (T, N, position_size) of an iteration's steps; those that are not finite are dropped."""
     steps = ((iteration - 1) * len(position) + 1 + jnp.arange(len(position))) * args.num_envs
-    place = bin_place(position)
-    slot = jnp.where(place[..., 0] == NEVER, len(coverage), bin_slot(place))  # one past the end: dropped
-    return coverage.at[slot].min(steps[:, None])
-
-
-def coverage_metrics(coverage, length):
-    """Bins so far, and the mean length of the episodes that ended (length > 0); nan if none did."""
-    mean = jnp.sum(length) / jnp.sum(length > 0)
-    return {"coverage": jnp.sum(coverage < NEVER), "episode_length": mean}
+    return coverage.at[bin_slot(position)].min(steps[:, None])
 
 
 ACHIEVEMENTS = """collect_wood place_table eat_cow collect_sapling collect_drink make_wood_pickaxe make_wood_sword
@@ -722,9 +670,7 @@ ACHIEVEMENTS = """collect_wood place_table eat_cow collect_sapling collect_drink
 
 
 @flax.struct.dataclass
-class Episodes:
-    """The latest finished episodes, in a ring buffer: number k is in row k % W."""
-
+class Episodes:  # the latest finished ones, in a ring buffer: number k is in row k % W
     achievements: jax.Array  # (W, 22) bool
     length: jax.Array  # (W,)
     reward: jax.Array  # (W,) the game's
@@ -732,12 +678,8 @@ class Episodes:
 
 
 def init_episodes(args):
-    return Episodes(
-        achievements=jnp.zeros((args.episode_window, len(ACHIEVEMENTS)), bool),
-        length=jnp.zeros(args.episode_window, jnp.int32),
-        reward=jnp.zeros(args.episode_window),
-        count=jnp.int32(0),
-    )
+    window = args.episode_window
+    return Episodes(jnp.zeros((window, 22), bool), jnp.zeros(window, jnp.int32), jnp.zeros(window), jnp.int32(0))
 
 
 def insert_episodes(episodes, done, achievements, length, reward):
@@ -747,12 +689,8 @@ def insert_episodes(episodes, done, achievements, length, reward):
     keep = done.ravel() & (rank > rank[-1] - window)
     row = jnp.where(keep, (episodes.count + rank - 1) % window, window)  # row W is dropped
     put = lambda ring, x: ring.at[row].set(x.reshape(-1, *x.shape[2:]), mode="drop")
-    return Episodes(
-        achievements=put(episodes.achievements, achievements),
-        length=put(episodes.length, length),
-        reward=put(episodes.reward, reward),
-        count=episodes.count + rank[-1],
-    )
+    rings = (put(episodes.achievements, achievements), put(episodes.length, length), put(episodes.reward, reward))
+    return Episodes(*rings, count=episodes.count + rank[-1])
 
 
 def achievement_rates(episodes):
@@ -779,8 +717,9 @@ def episode_metrics(episodes):
 def count_success(args, env, state, position, length, achievements):
     """Add the steps of an iteration to the coverage, or the episodes that ended to the latest ones; and the metrics."""
     if env.position_size:
-        coverage = mark_visited(args, env, state.success, state.iteration, position)
-        return coverage, coverage_metrics(coverage, length)
+        coverage = mark_visited(args, state.success, state.iteration, position)
+        mean = jnp.sum(length) / jnp.sum(length > 0)  # nan if no episode ended
+        return coverage, {"coverage": jnp.sum(coverage < NEVER), "episode_length": mean}
     episodes = insert_episodes(state.success, length > 0, achievements, length, jnp.zeros(length.shape))
     return episodes, episode_metrics(episodes)
 
@@ -801,19 +740,16 @@ class EnvState:
     terminated: jax.Array  # () bool: unhealthy
 
 
-class Maze:
-    """What all mazes share: cells, free bins, outlines for the pictures."""
-
+class Maze:  # what all mazes share
     def __init__(self, maze):
         cells = np.array([list(row) for row in MAZES[maze].split()])
-        half = self.cell / 2
         self.is_wall = cells == "1"
         self.start = np.argwhere(cells == "r")[0] * self.cell
         self.walls = np.argwhere(cells == "1") * self.cell  # (walls, 2) centres
-        self.free = np.argwhere((cells == "0") | (cells == "g")) * self.cell  # but for the start
+        self.free = np.argwhere((cells == "0") | (cells == "g")) * self.cell  # centres of free cells but the start
         self.free_cells = np.argwhere(cells != "1").tolist()
         self.far_cell = tuple(np.argwhere(cells == "g")[0])
-        self.outlines = [(x - half, y - half, self.cell, self.cell) for x, y in self.walls]
+        self.outlines = [(*(centre - self.cell / 2), self.cell, self.cell) for centre in self.walls]
         flat = self.position_size == 2
         self.free_bins = len(self.free_cells) * round(self.cell / BIN) ** 2 if flat else None  # unknown in 3-D
 
@@ -851,9 +787,8 @@ class PointMaze(Maze):
 
 
 class BraxMaze(Maze):
-    """A robot that comes with Brax, among wall boxes of half a cell's height. Each sphere or capsule of the robot can
-    touch only the 2 x 2 cells around its centre, so it has four boxes of its own, which follow it: a larger maze costs
-    no more."""
+    """A robot that comes with Brax, among wall boxes. Each of its spheres and capsules can touch only the 2 x 2 cells
+    around its centre, so it has four boxes of its own, which follow it: a larger maze costs no more."""
 
     def __init__(self, maze):
         super().__init__(maze)
@@ -956,7 +891,7 @@ class HumanoidMaze(BraxMaze):
             geom.contype = int(geom.name != "floor")
         for motor, gear in zip(spec.actuators, [350] * 11 + [100] * 6):
             motor.gear[0] = gear
-        # the goal of the maze task, unrewarded, but observed: its position and velocity are part of the state
+        # the goal of the authors' maze task, at a random free cell: observed (position, velocity), never rewarded
         target = spec.worldbody.add_body(name="target", pos=(0, 0, 1.25))
         for axis in ((1, 0, 0), (0, 1, 0)):
             target.add_joint(type=mujoco.mjtJoint.mjJNT_SLIDE, axis=axis, limited=0)
@@ -1064,12 +999,12 @@ class ArmBinpick:
         return self.state(jax.lax.fori_loop(0, 25, lambda _, data: mjx.step(self.sys, data), data))
 
     def state(self, data):
-        hand = 8  # body of the hand; 9 and 10 are the fingers
+        hand = 8  # body of link 7, which carries the hand; 9 and 10 are the fingers
         offset = data.xpos[hand] - data.subtree_com[2]
         velocity = data.cvel[hand, 3:] + jnp.cross(data.cvel[hand, :3], offset)
         force = 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19  # of the arm's joints, as in the recorded trajectories
         gripper = jnp.stack([jnp.linalg.norm(data.xpos[9] - data.xpos[10]), force])
-        obs = jnp.concatenate([data.qpos[:3], data.qpos[7:14], data.xpos[hand], velocity, gripper])
+        obs = jnp.concatenate([data.qpos[:3], data.qpos[7:14], data.xpos[hand], velocity, gripper])  # the cube first
         return EnvState(data, obs, jnp.zeros((), bool))
 
 
@@ -1114,9 +1049,8 @@ def make_any_env(name):
 
 
 def step_and_reset(args, env, starts, now, episode_step, action):
-    """One step in every environment; where an episode ends, it restarts from its row of starts. Returns the scan carry
-    (state, episode_step), (observation before the reset, done, truncated), and (its position, the length of the episode
-    if it ended, else 0, achievements in Craftax)."""
+    """One step in every environment; where an episode ends, it restarts from its row of starts. Returns the scan carry,
+    (observation before the reset, done, truncated), and (its position, length of an ended episode, achievements)."""
     with jax.default_matmul_precision("highest"):  # no TF32 in the physics
         after = jax.vmap(env.step)(now, action)
     terminated = after.terminated | ~jnp.all(jnp.isfinite(after.obs), axis=-1)  # physics that blew up ends too
@@ -1150,8 +1084,7 @@ def start_jax(args):
 
 
 def write_atomically(path, write):
-    """write(file) into a temporary file, which then takes the place of path: a kill or a full disk loses nothing. The
-    first process writes for all."""
+    """write(file) into a temporary file, which then takes the place of path. The first process writes for all."""
     if jax.process_index() > 0:
         return
     temporary = path.with_name(path.name + ".tmp")
@@ -1188,115 +1121,87 @@ def load_checkpoint(path, template):
                     raise ValueError(f"{name} is {kind(array)}, not {kind(expected)}")
                 leaves.append(jnp.array(array))
     except Exception as error:  # missing, truncated and mismatched files raise different exceptions
-        fail(f"{path} is no checkpoint of this run ({error}): put a copy in its place, or start without --resume")
+        fail(f"{path} is no checkpoint of this run ({error}): drop flags that change sizes, or restore the file")
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
-def nbytes(tree):
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def start_run(args, init, buffers):
-    """Make the run's folder, or open the one to resume. Returns it and the state: init(), or the checkpoint's. buffers
-    says in words what takes the memory."""
-    template = jax.eval_shape(init)
-    device = jax.local_devices()[0]
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    memory = (device.memory_stats() or {}).get("bytes_limit", installed) / 1e9  # a CPU has no statistics
-    needed = nbytes(template) / jax.device_count() / 1e9
-    if needed > memory:
-        sizes = f"the run's state needs {needed:,.1f} GB, the device ({device.platform}) has {memory:,.1f} GB"
-        fail(f"{sizes}: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
+    """The run's folder, and its state: init(), or the checkpoint's. buffers says in words what takes the memory."""
     name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path(args.resume or Path(args.run_dir) / name)
-    state = load_checkpoint(folder / "checkpoint.npz", template) if args.resume else None
-    if state and state.iteration >= args.num_iterations:
-        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    if jax.process_index() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        except OSError as error:
-            fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
-    devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
-    flag = "--xla_cpu_use_fusion_emitters=false"
-    is_robot = args.env.startswith(("ant", "humanoid", "arm"))
-    if device.platform == "cpu" and args.preset == "paper":
+    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}, {buffers}; the first iterations compile", flush=True)
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
-    if device.platform == "cpu" and is_robot and flag not in os.environ.get("XLA_FLAGS", ""):
-        print(f"robots step faster on a CPU, the arm 100 times as fast, with XLA_FLAGS={flag}", flush=True)
-    if jax.device_count() == 1:
-        return folder, state or init()
-    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state))
-
-
-def compile_stage(stage, *inputs):
-    """The stage for such inputs, compiled now, so that the first iteration is timed like the others; and the names of
-    its metrics, which are its last output."""
-    began = time.time()
-    compiled = stage.lower(*inputs).compile()
-    print(f"compiled {stage.__name__} in {time.time() - began:.0f} s", flush=True)
-    return compiled, list(stage.eval_shape(*inputs)[-1])
+    if on_cpu and args.env.startswith(("ant", "humanoid", "arm")) and "emitters" not in os.getenv("XLA_FLAGS", ""):
+        print("robots are faster on a CPU, the arm 100 times, with XLA_FLAGS=--xla_cpu_use_fusion_emitters=false")
+    needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init)))
+    if on_cpu and needed > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):  # XLA would wait for ever
+        fail(f"--num-envs {args.num_envs} is too much for the memory: the state needs {needed / 1e9:,.0f} GB")
+    if not args.resume:
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True)
+        return folder, init()
+    state = load_checkpoint(folder / "checkpoint.npz", jax.eval_shape(init))
+    if state.iteration >= args.num_iterations:
+        fail(f"{folder} is complete: give --total-timesteps above {int(state.iteration) * args.steps_per_iteration:,}")
+    return folder, shard_state(state)
 
 
 class Run(contextlib.ExitStack):
     """What surrounds the iterations: metrics.csv, checkpoints, progress, wandb. Inside `with`, Ctrl-C and SIGTERM end
     the run after an iteration, with a checkpoint. Only the first process writes."""
 
-    def __init__(self, args, folder, state, metric_names):
+    def __init__(self, args, folder, state, *metrics):
         super().__init__()
         self.args = args
         self.folder = folder
         self.iteration = int(state.iteration)
-        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
-        self.recent = []  # seconds of the latest 20 iterations, from the first update on
+        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *(name for of in metrics for name in of)]
         self.picture_iterations = {round(k * args.num_iterations / 5) for k in range(1, 6)}  # the end among them
-        self.signals = []
-        self.wandb = None
-        first = jax.process_index() == 0
         path = folder / "metrics.csv"
         lines = path.read_text().splitlines()[: 1 + self.iteration] if path.exists() else [",".join(self.columns)]
-        if lines[0] != ",".join(self.columns) or len(lines) <= self.iteration:
-            fail(f"{path} lacks columns or rows of the checkpoint beside it: is it of another version of this script?")
+        last = f"{self.iteration},{self.iteration * args.steps_per_iteration},"
+        if lines[0] != ",".join(self.columns) or (self.iteration and not lines[-1].startswith(last)):
+            fail(f"{path} has not the columns or steps of this run: another version of this script, or other flags?")
         self.seconds = float(lines[-1].split(",")[2]) if self.iteration else 0.0
         config = dataclasses.asdict(args) | {"resume": "", "distributed": False}
         write_atomically(folder / "args.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
         write_atomically(path, lambda file: file.writelines(f"{line}\n".encode() for line in lines))
+        first = jax.process_index() == 0
         self.file = self.enter_context(open(path if first else os.devnull, "a"))
-        self.bar = self.enter_context(tqdm(
-            total=args.num_iterations, initial=self.iteration, disable=not first,
-            mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
-            bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}"))  # fmt: skip
+        interval = 0.1 if sys.stderr.isatty() else 30  # seconds
+        bar = tqdm(total=args.num_iterations, initial=self.iteration, mininterval=interval, disable=not first)
+        self.bar = self.enter_context(bar)
+        self.wandb = None
         if args.track and first:
             import wandb
 
             names = dict(project=args.wandb_project_name, entity=args.wandb_entity, id=folder.name)
-            self.wandb = wandb.init(**names, resume="allow", config=config, dir=folder)
-            self.callback(self.wandb.finish)
+            self.wandb = self.enter_context(wandb.init(**names, resume="allow", config=config, dir=folder))
+            pictures = lambda: {path.stem: wandb.Image(str(path)) for path in sorted(folder.glob("*.png"))}
+            self.callback(lambda: self.wandb.log(pictures()))
+        self.signals = []
         for number in (signal.SIGINT, signal.SIGTERM):
             handler = signal.signal(number, lambda number, _: self.signals.append(signal.Signals(number)))
             self.callback(signal.signal, number, handler)
-        self.saved = time.time()
-        self.began = time.time()
+        self.saved = self.began = time.time()
 
     def log(self, metrics):
-        """Add a row to metrics.csv and return it. A metric that is not finite ends the run, except episode_length:
-        nan if no episode ended."""
+        """Add a row to metrics.csv and return it. Only episode_length may be nan: then no episode ended."""
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         spent = time.time() - self.began
+        rate = self.args.steps_per_iteration / spent
         self.seconds += spent
         self.iteration += 1
-        self.recent = [*self.recent[-19:], spent] if self.iteration > self.args.first_update else [spent]
-        rate = len(self.recent) * self.args.steps_per_iteration / sum(self.recent)
         row = {"iteration": self.iteration, "steps": self.iteration * self.args.steps_per_iteration}
         row |= {"seconds": round(self.seconds, 1), "steps_per_second": round(rate, 1)}
         row |= {name: x for name, x in values.items() if math.isfinite(x)}
         broken = [f"{name} is {x}" for name, x in values.items() if name not in row and name != "episode_length"]
         if broken:
             self.bar.close()
-            words = f"iteration {self.iteration}: {', '.join(broken)}"
-            fail(f"{words}; the last good checkpoint, if any, is kept in {self.folder}", code=1)
+            fail(f"iteration {self.iteration}: {', '.join(broken)}; the last checkpoint stays in {self.folder}", code=1)
         print(*(row.get(name, "") for name in self.columns), sep=",", file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(row, step=row["steps"])
@@ -1306,28 +1211,17 @@ class Run(contextlib.ExitStack):
         return row
 
     def save(self, state):
-        """End an iteration: write a checkpoint if one is due, at the end of the run, and after a signal, which then
-        ends the run."""
+        """Write a checkpoint if one is due, at the end of the run, and after a signal, which then ends the run."""
         last = self.iteration == self.args.num_iterations
-        due = time.time() - self.saved >= 60 * self.args.checkpoint_minutes
-        stopped, due = np.any(all_gather(np.array([[bool(self.signals), due]])), axis=0)
-        if stopped or last or due:
-            try:
-                save_checkpoint(self.folder / "checkpoint.npz", state)
-            except (OSError, MemoryError) as error:  # there may be room again before the next one
-                if stopped or last:
-                    raise
-                tqdm.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+        due = last or time.time() - self.saved >= 60 * self.args.checkpoint_minutes
+        stopped, due = np.any(all_gather(np.array([[bool(self.signals), due]])), axis=0)  # in any process
+        if stopped or due:
+            save_checkpoint(self.folder / "checkpoint.npz", state)
             self.saved = time.time()
-        if self.wandb and (stopped or last):
-            from wandb import Image
-
-            self.wandb.log({path.stem: Image(str(path)) for path in sorted(self.folder.glob("*.png"))})
         if stopped and not last:
             self.bar.close()
             by = self.signals[0] if self.signals else signal.SIGTERM  # which another process received
-            script = Path(__file__).name
-            fail(f"stopped by {by.name}; go on with: python {script} --resume {self.folder}", code=128 + by)
+            fail(f"stopped by {by.name}; go on: python {Path(__file__).name} --resume {self.folder}", code=128 + by)
         self.began = time.time()
 
 
@@ -1349,10 +1243,6 @@ def draw_places(axes, env, title, place=(), values=(), **style):
     return axes.imshow(image.T, origin="lower", extent=extent, zorder=2, alpha=0.8, **style)
 
 
-def of_bins(env):
-    return f" of {env.free_bins:,}" if env.free_bins else ""
-
-
 def save_coverage(args, env, folder, coverage, steps):
     """coverage.npz: the bins by the step of their first visit; coverage.png: the same from above."""
     from matplotlib.figure import Figure
@@ -1365,37 +1255,15 @@ def save_coverage(args, env, folder, coverage, steps):
     write_atomically(folder / "coverage.npz", lambda file: np.savez(file, first_visit=first_visit, place=place))
     figure = Figure((7, 6), layout="constrained")
     axes = figure.add_subplot()
-    title = f"{args.env}: {len(visited):,}{of_bins(env)} bins in {steps:,} steps"
+    title = f"{args.env}: {len(visited):,} bins in {steps:,} steps"
     # from late to early: from above one sees the bin that was reached first
     image = draw_places(axes, env, title, place[::-1, :2], first_visit[::-1], cmap="viridis_r", vmin=0, vmax=steps)
     figure.colorbar(image, ax=axes, shrink=0.7, label="environment step of the first visit")
     write_atomically(folder / "coverage.png", lambda file: figure.savefig(file, dpi=100))
 
 
-def save_bars(folder, title, bars):
-    """achievements.png: the share of episodes that unlocked each achievement, for each {label: (22,) rates}."""
-    from matplotlib.figure import Figure
-
-    figure = Figure((8, 7), layout="constrained")
-    axes = figure.add_subplot()
-    place = np.arange(len(ACHIEVEMENTS))
-    height = 0.8 / len(bars)
-    for i, (label, rates) in enumerate(bars.items()):
-        rates = np.asarray(rates)
-        color = ("tab:blue", "0.7")[i]
-        y = place + (i + 0.5) * height - 0.4
-        drawn = axes.barh(y, 100 * rates, height, color=color, label=f"{label}: sum {rates.sum():.2f}")
-        axes.bar_label(drawn, [f"{100 * x:.1f}" if x else "0" for x in rates], padding=2, fontsize=6)
-    axes.set(yticks=place, yticklabels=[name.replace("_", " ") for name in ACHIEVEMENTS], xlim=(0, 108), title=title)
-    axes.set_xlabel("episodes that unlocked it (%)")
-    axes.invert_yaxis()
-    axes.legend(loc="lower right")
-    write_atomically(folder / "achievements.png", lambda file: figure.savefig(file, dpi=100))
-
-
 # -------------------------------------------------------------------------------------------------------- main
 CRAFTAX = dict(episode_length=10_000, similarity="l2", reward_features="unit")
-# fewer environments rather than shorter rollouts: futures end with a rollout
 LAPTOP = dict(total_timesteps=1_000_000, num_envs=32, batch_size=256, encoder_width=256, checkpoint_minutes=2.0)
 PRESETS = {  # what a preset changes: for one robot or game, or for all others
     "paper": {"humanoid": dict(batch_size=256), "craftax": CRAFTAX, "all": {}},
@@ -1418,33 +1286,27 @@ def parse_args(argv=None):
     return parse(default=default)
 
 
-def require(args, rules):
-    """One line and exit code 2 if a rule does not hold. rules: {"field must ...": whether it does}."""
-    for rule, holds in rules.items():
-        if not holds:
-            name, words = rule.split(" ", 1)
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
-
-
-def check_numbers(args, may_be_zero):
-    rules = {"seed must be below 2^32": args.seed < 2**32, "run_dir must not be empty": args.run_dir}
+def check_numbers(args, may_be_zero, rules):
+    """One line and exit code 2 for an argument out of range. rules() is {"field must ...": whether it does}."""
+    numbers = {"seed must be below 2^32": args.seed < 2**32}
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            zero = name in may_be_zero
-            rules[f"{name} must be {'at least' if zero else 'above'} 0"] = value > 0 or (zero and value == 0)
-            rules[f"{name} must be finite"] = value < math.inf
+            bound = "at least" if name in may_be_zero.split() else "above"
+            numbers[f"{name} must be {bound} 0 and finite"] = 0 < value < math.inf or (value == 0 and bound != "above")
         if name in ("num_envs", "batch_size"):
-            rules[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
-    require(args, rules)
+            numbers[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
+    broken = [rule for rule, holds in numbers.items() if not holds]
+    for rule in broken or [rule for rule, holds in rules().items() if not holds]:
+        name, words = rule.split(" ", 1)
+        fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
 
 
 def check_args(args):
-    may_be_zero = "seed checkpoint_minutes entropy_coef value_coef gae_lambda reward_momentum logsumexp_penalty".split()
-    check_numbers(args, may_be_zero)
+    may_be_zero = "seed checkpoint_minutes entropy_coef value_coef gae_lambda reward_momentum logsumexp_penalty"
     etd = args.bonus == "etd"
-    require(args, {
-        "gamma must be at most 1": args.gamma <= 1,
-        "gae_lambda must be at most 1": args.gae_lambda <= 1,
+    check_numbers(args, may_be_zero, lambda: {
+        "gamma must be at most 1": args.gamma <= 1, "gae_lambda must be at most 1": args.gae_lambda <= 1,
+        "total_timesteps must be below 2^31": args.num_iterations * args.steps_per_iteration < 2**31,
         "gamma_cl must be below 1": args.gamma_cl < 1,
         "reward_momentum must be below 1": args.reward_momentum < 1,
         "batch_size must be at least 2": args.batch_size >= 2,
@@ -1454,20 +1316,6 @@ def check_args(args):
     })  # fmt: skip
 
 
-def finish_etd(env, folder, row):
-    """The last lines of a run, and what main returns."""
-    spent = tqdm.format_interval(row["seconds"])
-    if env.position_size:
-        result = f"coverage {row['coverage']:,.0f}{of_bins(env)} bins"
-    else:
-        result = f"achievements {row['achievements']:.2f} an episode"
-    print(f"{result} after {row['steps']:,} steps in {spent}")
-    print(f"pictures {', '.join(sorted(path.name for path in folder.glob('*.png')))}")
-    print(f"folder   {folder}")
-    print(f"play     python evaluate.py {folder}")
-    return row | {"folder": str(folder)}
-
-
 def main(args):
     """Collect and learn in turn. Returns the last row of metrics, with the run's folder."""
     start_jax(args)
@@ -1475,31 +1323,28 @@ def main(args):
     env = make_any_env(args.env)
     init = functools.partial(init_state, args, env)
     observations = 4e-6 * args.steps_per_iteration * env.state_size
-    memory = nbytes(jax.eval_shape(init).memory) / 1e6
+    memory = 1e-6 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init).memory))
     folder, state = start_run(args, init, f"rollout {observations:,.1f} MB, episodic memory {memory:,.1f} MB")
-    compiled_collect, collect_names = compile_stage(collect, args, env, state)
-    _, rollout, _ = compiled_collect.out_info
-    compiled_learn, learn_names = compile_stage(learn, args, env, state, rollout)
-    with Run(args, folder, state, [*collect_names, *learn_names]) as run:
+    _, rollout, metrics = collect.eval_shape(args, env, state)
+    with Run(args, folder, state, metrics, learn.eval_shape(args, env, state, rollout)[-1]) as run:
         for iteration in range(run.iteration + 1, args.num_iterations + 1):
-            state, rollout, metrics = compiled_collect(state)
-            state, learn_metrics = compiled_learn(state, rollout)
+            state, rollout, metrics = collect(args, env, state)
+            state, learn_metrics = learn(args, env, state, rollout)
             row = run.log(metrics | learn_metrics)
             if iteration in run.picture_iterations and env.position_size:
                 save_coverage(args, env, folder, state.success, row["steps"])
-            elif iteration in run.picture_iterations:
-                title = f"{args.bonus} ({Path(__file__).stem}), seed {args.seed}, {row['steps']:,} steps"
-                save_bars(folder, title, {"this policy": achievement_rates(state.success)})
             run.save(state)
-    return finish_etd(env, folder, row)
+    if env.position_size:
+        result = f"coverage {row['coverage']:,.0f} bins"
+    else:
+        result = f"achievements {row['achievements']:.2f} an episode"
+    print(f"{result} after {row['steps']:,} steps in {tqdm.format_interval(row['seconds'])}")
+    print(f"folder   {folder}\nplay     python evaluate.py {folder}")
+    return row | {"folder": str(folder)}
 
 
 if __name__ == "__main__":
     try:
         main(parse_args())
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
+    except (OSError, OverflowError, MemoryError, jax.errors.JaxRuntimeError) as error:  # disk, folder or memory
         fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
-    except KeyboardInterrupt:
-        fail("stopped by Ctrl-C", code=130)

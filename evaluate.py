@@ -194,9 +194,9 @@ def summarize(run, players, places):
     if run.unit == "achievements":
         reached = [set(np.flatnonzero(unlocked)) for unlocked in game(players.world).achievements]
     else:
-        place = run.script.bin_place(places) if run.unit == "bins" else places
-        nowhere = {(2**31 - 1,) * place.shape[-1]}  # the bin of a position that is not finite
-        reached = [set(map(tuple, path)) - nowhere for path in np.moveaxis(np.asarray(place)[1:], 1, 0).tolist()]
+        place = np.floor(places / run.script.BIN) if run.unit == "bins" else places
+        paths = np.moveaxis(place[1:], 1, 0)
+        reached = [set(map(tuple, path[np.isfinite(path).all(axis=-1)].tolist())) for path in paths]
     number = np.array([len(one) for one in reached])
     row = {"mean": number.mean(), "deviation": number.std(), "best": number.max()}
     row |= {"together": len(set.union(*reached)), "length": players.length.mean()}
@@ -256,6 +256,41 @@ def draw_episodes(axes, run, row, players, places):
         axes.bar_label(bars, [f"{x:.0f}" for x in rates], padding=2, fontsize=7)
         axes.set(title=title, xlim=(0, 108), xlabel="episodes that unlocked it (%)")
         axes.invert_yaxis()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def sample_rewards(script, args, env, state):
+    """Position, reward and mask of 2^16 or more transitions of C-TeC's replay."""
+    replay = script.index_trajectories(state.replay)
+
+    def sample(key):
+        key_batch, key_future = jax.random.split(key)
+        batch = script.sample_batch(key_batch, args, replay)
+        pairs = script.sample_futures(key_future, args, env, replay, batch)
+        return batch.obs[:, :2], script.intrinsic_reward(state.model.params, args, pairs), pairs.mask
+
+    return jax.lax.map(sample, jax.random.split(jax.random.fold_in(state.key, 1), math.ceil(2**16 / args.batch_size)))
+
+
+def reward_map(script, args, env, state):
+    """(bins, 3) place x, y of a bin, and the mean reward of the replay's transitions from there."""
+    position, reward, mask = jax.device_get(sample_rewards(script, args, env, state))
+    place, bins = np.unique(np.floor(position[mask > 0] / script.BIN), axis=0, return_inverse=True)
+    return np.column_stack([place, np.bincount(bins.ravel(), reward[mask > 0]) / np.bincount(bins.ravel())])
+
+
+def save_reward_map(run, folder):
+    """reward_map.png: what C-TeC pays, by the place of s. The whole checkpoint is read."""
+    from matplotlib.figure import Figure
+
+    template = jax.eval_shape(functools.partial(run.script.init_state, run.args, run.env))
+    state = run.script.load_checkpoint(run.folder / "checkpoint.npz", template)
+    values = reward_map(run.script, run.args, run.env, state)
+    figure = Figure((7, 6), layout="constrained")
+    axes = figure.add_subplot()
+    title = f"{run.args.env}, seed {run.args.seed}: mean reward by place"
+    figure.colorbar(run.script.draw_places(axes, run.env, title, values[:, :2], values[:, 2]), ax=axes, shrink=0.7)
+    run.script.write_atomically(folder / "reward_map.png", lambda file: figure.savefig(file, dpi=100))
 
 
 def save_picture(path, panels):
@@ -343,6 +378,8 @@ def evaluate(args, run, params, steps):
     text = json.dumps(report, indent=1)
     run.script.write_atomically(folder / "evaluation.json", lambda file: file.write(text.encode()))
     save_picture(folder / ("achievements.png" if run.unit == "achievements" else "paths.png"), [panel])
+    if hasattr(run.script, "sample_futures") and run.args.intrinsic_coef:
+        save_reward_map(run, folder)
     best = int(np.argmax(episodes[run.unit]))
     if hasattr(run.env, "sys"):
         save_viewer(run, folder, play(args, run, params, best)[2])

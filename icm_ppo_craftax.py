@@ -34,7 +34,6 @@ docs/icm_ppo_craftax.md
 import contextlib
 import dataclasses
 import datetime
-import errno
 import functools
 import json
 import math
@@ -56,6 +55,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 
@@ -109,15 +109,12 @@ class Args:
         return math.ceil(self.total_timesteps / self.steps_per_iteration)
 
     @property
-    def first_update(self):
-        """The iteration with PPO's first gradient steps."""
+    def first_update(self):  # the first iteration with PPO's gradient steps
         return self.random_iterations + 1
 
 
 # ---------------------------------------------------------------------------------------------------- networks
-class MLP(nn.Module):
-    """Hidden relu layers and a linear output layer."""
-
+class MLP(nn.Module):  # hidden relu layers and a linear output layer
     width: int
     out: int
     layers: int = 2
@@ -193,10 +190,6 @@ class Model:  # parameters and their optimiser's state
     opt_state: Any
 
 
-def init_model(optimizer, params):
-    return Model(params, optimizer.init(params))
-
-
 def gradient_update(loss_fn, model, optimizer, args, *inputs):
     """One optimiser step on loss_fn(params, args, *inputs) -> (loss, aux)."""
     grads, aux = jax.grad(loss_fn, has_aux=True)(model.params, args, *inputs)
@@ -209,9 +202,8 @@ def clipped_adam(args, learning_rate):
 
 
 class RecurrentActorCritic(nn.Module):
-    """Embedding, GRU, and a head each for policy and value, for a sequence of steps, with the activations and initial
-    scales of the Craftax baselines. All but the product with the hidden state is done for the whole sequence at once.
-    """
+    """Embedding, GRU, and a head each for policy and value, as in the Craftax baselines, for a sequence of steps. All
+    but the product with the hidden state is done for the whole sequence at once."""
 
     width: int
     num_actions: int
@@ -361,15 +353,11 @@ def collect(args, env, state):
         done = transition.done
         ended = (done, after.world.achievements, after.length, after.reward)  # before the reset
         fresh = (used + jnp.cumsum(done) - 1) % len(starts.length)
-
-        def restart(start, x):
-            return jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start[fresh], x)
-
+        restart = lambda start, x: jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start[fresh], x)
         return (jax.tree.map(restart, starts, after), used + jnp.sum(done)), (transition, ended)
 
     hidden = state.players.hidden  # of the GRU, before the first step
-    keys = jax.random.split(key_steps, args.num_steps)
-    (players, _), (rollout, ended) = jax.lax.scan(step, (state.players, 0), keys)
+    (players, _), (rollout, ended) = jax.lax.scan(step, (state.players, 0), jax.random.split(key_steps, args.num_steps))
     episodes = insert_episodes(state.episodes, *ended)
     state = state.replace(key=key, key_learn=key_learn, iteration=state.iteration + 1, players=players)
     rates = jnp.where(state.iteration < args.first_update, achievement_rates(episodes), state.random_rates)
@@ -431,15 +419,9 @@ def learn_policy(args, env, state, hidden, rollout, reward):
 
 
 # ----------------------------------------------------------------------------------------------- initial state
-def make_worlds(env, key, number):
-    """env.reset for so many new episodes, all together and each device its share: Craftax takes 0.4 MB a world, so that
-    the 4,096 worlds of a rollout at the paper's sizes take 1.6 GB of working memory."""
-    return jax.vmap(env.reset)(shard(jax.random.split(key, number), "envs"))
-
-
 def init_players(args, env, key, number):
-    """Players in new worlds."""
-    world, obs = make_worlds(env, key, number)
+    """Players in new worlds; Craftax takes 0.4 MB of working memory for each."""
+    world, obs = jax.vmap(env.reset)(shard(jax.random.split(key, number), "envs"))
     hidden = jnp.zeros((number, args.agent_width))
     return Players(world, obs, jnp.ones(number, bool), hidden, jnp.zeros(number, jnp.int32), jnp.zeros(number))
 
@@ -447,7 +429,7 @@ def init_players(args, env, key, number):
 def init_policy(args, env, key, players):
     network = RecurrentActorCritic(args.agent_width, env.num_actions)
     params = network.init(key, players.hidden, players.obs[None], players.first[None])
-    return init_model(clipped_adam(args, args.learning_rate), params)
+    return Model(params, clipped_adam(args, args.learning_rate).init(params))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -463,16 +445,14 @@ def init_state(args, env):
         "forward": forward_model.init(key_forward, jnp.zeros(args.feature_dim + env.num_actions)),
         "inverse": inverse_model.init(key_inverse, jnp.zeros(2 * args.feature_dim)),
     }
-    return RunState(
-        key=key,
-        key_learn=key,
-        iteration=jnp.int32(0),
+    return shard_state(RunState(
+        key=key, key_learn=key, iteration=jnp.int32(0),
         players=players,
         episodes=init_episodes(args),
         random_rates=jnp.zeros(22),
         agent=init_policy(args, env, key_agent, players),
-        model=init_model(clipped_adam(args, args.model_learning_rate), params),
-    )
+        model=Model(params, clipped_adam(args, args.model_learning_rate).init(params)),
+    ))  # fmt: skip
 
 
 # ==================================================================================================== appendix
@@ -480,8 +460,7 @@ def init_state(args, env):
 
 
 # ----------------------------------------------------------------------------------------------------- devices
-# the axes by which fields of RunState are split over the devices
-SPLIT = {"players": ("envs",)}
+SPLIT = {"players": ("envs",)}  # of RunState; others are replicated
 
 
 def shard(tree, *axes):
@@ -500,11 +479,7 @@ def shard_state(state):
 
 def all_gather(tree):
     """All-gather a sharded pytree; arrays local to a process are concatenated."""
-    if jax.process_count() == 1:
-        return tree
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.process_allgather(tree, tiled=True)
+    return multihost_utils.process_allgather(tree, tiled=True) if jax.process_count() > 1 else tree
 
 
 # ------------------------------------------------------------------------------------------------ achievements
@@ -514,9 +489,7 @@ ACHIEVEMENTS = """collect_wood place_table eat_cow collect_sapling collect_drink
 
 
 @flax.struct.dataclass
-class Episodes:
-    """The latest finished episodes, in a ring buffer: number k is in row k % W."""
-
+class Episodes:  # the latest finished ones, in a ring buffer: number k is in row k % W
     achievements: jax.Array  # (W, 22) bool
     length: jax.Array  # (W,)
     reward: jax.Array  # (W,) the game's
@@ -524,12 +497,8 @@ class Episodes:
 
 
 def init_episodes(args):
-    return Episodes(
-        achievements=jnp.zeros((args.episode_window, len(ACHIEVEMENTS)), bool),
-        length=jnp.zeros(args.episode_window, jnp.int32),
-        reward=jnp.zeros(args.episode_window),
-        count=jnp.int32(0),
-    )
+    window = args.episode_window
+    return Episodes(jnp.zeros((window, 22), bool), jnp.zeros(window, jnp.int32), jnp.zeros(window), jnp.int32(0))
 
 
 def insert_episodes(episodes, done, achievements, length, reward):
@@ -539,12 +508,8 @@ def insert_episodes(episodes, done, achievements, length, reward):
     keep = done.ravel() & (rank > rank[-1] - window)
     row = jnp.where(keep, (episodes.count + rank - 1) % window, window)  # row W is dropped
     put = lambda ring, x: ring.at[row].set(x.reshape(-1, *x.shape[2:]), mode="drop")
-    return Episodes(
-        achievements=put(episodes.achievements, achievements),
-        length=put(episodes.length, length),
-        reward=put(episodes.reward, reward),
-        count=episodes.count + rank[-1],
-    )
+    rings = (put(episodes.achievements, achievements), put(episodes.length, length), put(episodes.reward, reward))
+    return Episodes(*rings, count=episodes.count + rank[-1])
 
 
 def achievement_rates(episodes):
@@ -590,9 +555,7 @@ class CraftaxClassic:
         return world, obs, reward, done
 
 
-@functools.cache
-def make_craftax():
-    return CraftaxClassic()
+make_craftax = functools.cache(CraftaxClassic)
 
 
 # ----------------------------------------------------------------------------------- run folder and checkpoint
@@ -616,8 +579,7 @@ def start_jax(args):
 
 
 def write_atomically(path, write):
-    """write(file) into a temporary file, which then takes the place of path: a kill or a full disk loses nothing. The
-    first process writes for all."""
+    """write(file) into a temporary file, which then takes the place of path. The first process writes for all."""
     if jax.process_index() > 0:
         return
     temporary = path.with_name(path.name + ".tmp")
@@ -654,115 +616,87 @@ def load_checkpoint(path, template):
                     raise ValueError(f"{name} is {kind(array)}, not {kind(expected)}")
                 leaves.append(jnp.array(array))
     except Exception as error:  # missing, truncated and mismatched files raise different exceptions
-        fail(f"{path} is no checkpoint of this run ({error}): put a copy in its place, or start without --resume")
+        fail(f"{path} is no checkpoint of this run ({error}): drop flags that change sizes, or restore the file")
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
-def nbytes(tree):
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def start_run(args, init, buffers):
-    """Make the run's folder, or open the one to resume. Returns it and the state: init(), or the checkpoint's. buffers
-    says in words what takes the memory."""
-    template = jax.eval_shape(init)
-    device = jax.local_devices()[0]
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    memory = (device.memory_stats() or {}).get("bytes_limit", installed) / 1e9  # a CPU has no statistics
-    needed = nbytes(template) / jax.device_count() / 1e9
-    if needed > memory:
-        sizes = f"the run's state needs {needed:,.1f} GB, the device ({device.platform}) has {memory:,.1f} GB"
-        fail(f"{sizes}: give fewer --num-envs (now {args.num_envs}), or smaller buffers")
+    """The run's folder, and its state: init(), or the checkpoint's. buffers says in words what takes the memory."""
     name = f"{args.env}__{Path(__file__).stem}__{args.seed}__{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path(args.resume or Path(args.run_dir) / name)
-    state = load_checkpoint(folder / "checkpoint.npz", template) if args.resume else None
-    if state and state.iteration >= args.num_iterations:
-        fail(f"{folder} is complete; to go on, give more --total-timesteps than {args.total_timesteps:,}")
-    if jax.process_index() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        except OSError as error:
-            fail(f"--run-dir {args.run_dir}: {folder} cannot be made ({error.strerror})")
-    devices = f"{jax.device_count()} devices, each" if jax.device_count() > 1 else "device"
     print(f"{Path(__file__).stem} on {args.env}, seed {args.seed}, into {folder}")
-    print(f"{devices} {device.platform} ({device.device_kind}), {buffers}", flush=True)
-    flag = "--xla_cpu_use_fusion_emitters=false"
-    is_robot = args.env.startswith(("ant", "humanoid", "arm"))
-    if device.platform == "cpu" and args.preset == "paper":
+    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}, {buffers}; the first iterations compile", flush=True)
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu and args.preset == "paper":
         print("no accelerator was found: --preset laptop has sizes that suit a CPU", flush=True)
-    if device.platform == "cpu" and is_robot and flag not in os.environ.get("XLA_FLAGS", ""):
-        print(f"robots step faster on a CPU, the arm 100 times as fast, with XLA_FLAGS={flag}", flush=True)
-    if jax.device_count() == 1:
-        return folder, state or init()
-    return folder, jax.jit(lambda state: shard_state(state or init()))(jax.device_get(state))
-
-
-def compile_stage(stage, *inputs):
-    """The stage for such inputs, compiled now, so that the first iteration is timed like the others; and the names of
-    its metrics, which are its last output."""
-    began = time.time()
-    compiled = stage.lower(*inputs).compile()
-    print(f"compiled {stage.__name__} in {time.time() - began:.0f} s", flush=True)
-    return compiled, list(stage.eval_shape(*inputs)[-1])
+    if on_cpu and args.env.startswith(("ant", "humanoid", "arm")) and "emitters" not in os.getenv("XLA_FLAGS", ""):
+        print("robots are faster on a CPU, the arm 100 times, with XLA_FLAGS=--xla_cpu_use_fusion_emitters=false")
+    needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init)))
+    if on_cpu and needed > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):  # XLA would wait for ever
+        fail(f"--num-envs {args.num_envs} is too much for the memory: the state needs {needed / 1e9:,.0f} GB")
+    if not args.resume:
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True)
+        return folder, init()
+    state = load_checkpoint(folder / "checkpoint.npz", jax.eval_shape(init))
+    if state.iteration >= args.num_iterations:
+        fail(f"{folder} is complete: give --total-timesteps above {int(state.iteration) * args.steps_per_iteration:,}")
+    return folder, shard_state(state)
 
 
 class Run(contextlib.ExitStack):
     """What surrounds the iterations: metrics.csv, checkpoints, progress, wandb. Inside `with`, Ctrl-C and SIGTERM end
     the run after an iteration, with a checkpoint. Only the first process writes."""
 
-    def __init__(self, args, folder, state, metric_names):
+    def __init__(self, args, folder, state, *metrics):
         super().__init__()
         self.args = args
         self.folder = folder
         self.iteration = int(state.iteration)
-        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *metric_names]
-        self.recent = []  # seconds of the latest 20 iterations, from the first update on
+        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *(name for of in metrics for name in of)]
         self.picture_iterations = {round(k * args.num_iterations / 5) for k in range(1, 6)}  # the end among them
-        self.signals = []
-        self.wandb = None
-        first = jax.process_index() == 0
         path = folder / "metrics.csv"
         lines = path.read_text().splitlines()[: 1 + self.iteration] if path.exists() else [",".join(self.columns)]
-        if lines[0] != ",".join(self.columns) or len(lines) <= self.iteration:
-            fail(f"{path} lacks columns or rows of the checkpoint beside it: is it of another version of this script?")
+        last = f"{self.iteration},{self.iteration * args.steps_per_iteration},"
+        if lines[0] != ",".join(self.columns) or (self.iteration and not lines[-1].startswith(last)):
+            fail(f"{path} has not the columns or steps of this run: another version of this script, or other flags?")
         self.seconds = float(lines[-1].split(",")[2]) if self.iteration else 0.0
         config = dataclasses.asdict(args) | {"resume": "", "distributed": False}
         write_atomically(folder / "args.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
         write_atomically(path, lambda file: file.writelines(f"{line}\n".encode() for line in lines))
+        first = jax.process_index() == 0
         self.file = self.enter_context(open(path if first else os.devnull, "a"))
-        self.bar = self.enter_context(tqdm(
-            total=args.num_iterations, initial=self.iteration, disable=not first,
-            mininterval=0.1 if sys.stderr.isatty() else 30,  # seconds
-            bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}"))  # fmt: skip
+        interval = 0.1 if sys.stderr.isatty() else 30  # seconds
+        bar = tqdm(total=args.num_iterations, initial=self.iteration, mininterval=interval, disable=not first)
+        self.bar = self.enter_context(bar)
+        self.wandb = None
         if args.track and first:
             import wandb
 
             names = dict(project=args.wandb_project_name, entity=args.wandb_entity, id=folder.name)
-            self.wandb = wandb.init(**names, resume="allow", config=config, dir=folder)
-            self.callback(self.wandb.finish)
+            self.wandb = self.enter_context(wandb.init(**names, resume="allow", config=config, dir=folder))
+            pictures = lambda: {path.stem: wandb.Image(str(path)) for path in sorted(folder.glob("*.png"))}
+            self.callback(lambda: self.wandb.log(pictures()))
+        self.signals = []
         for number in (signal.SIGINT, signal.SIGTERM):
             handler = signal.signal(number, lambda number, _: self.signals.append(signal.Signals(number)))
             self.callback(signal.signal, number, handler)
-        self.saved = time.time()
-        self.began = time.time()
+        self.saved = self.began = time.time()
 
     def log(self, metrics):
-        """Add a row to metrics.csv and return it. A metric that is not finite ends the run, except episode_length:
-        nan if no episode ended."""
+        """Add a row to metrics.csv and return it. Only episode_length may be nan: then no episode ended."""
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         spent = time.time() - self.began
+        rate = self.args.steps_per_iteration / spent
         self.seconds += spent
         self.iteration += 1
-        self.recent = [*self.recent[-19:], spent] if self.iteration > self.args.first_update else [spent]
-        rate = len(self.recent) * self.args.steps_per_iteration / sum(self.recent)
         row = {"iteration": self.iteration, "steps": self.iteration * self.args.steps_per_iteration}
         row |= {"seconds": round(self.seconds, 1), "steps_per_second": round(rate, 1)}
         row |= {name: x for name, x in values.items() if math.isfinite(x)}
         broken = [f"{name} is {x}" for name, x in values.items() if name not in row and name != "episode_length"]
         if broken:
             self.bar.close()
-            words = f"iteration {self.iteration}: {', '.join(broken)}"
-            fail(f"{words}; the last good checkpoint, if any, is kept in {self.folder}", code=1)
+            fail(f"iteration {self.iteration}: {', '.join(broken)}; the last checkpoint stays in {self.folder}", code=1)
         print(*(row.get(name, "") for name in self.columns), sep=",", file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(row, step=row["steps"])
@@ -772,28 +706,17 @@ class Run(contextlib.ExitStack):
         return row
 
     def save(self, state):
-        """End an iteration: write a checkpoint if one is due, at the end of the run, and after a signal, which then
-        ends the run."""
+        """Write a checkpoint if one is due, at the end of the run, and after a signal, which then ends the run."""
         last = self.iteration == self.args.num_iterations
-        due = time.time() - self.saved >= 60 * self.args.checkpoint_minutes
-        stopped, due = np.any(all_gather(np.array([[bool(self.signals), due]])), axis=0)
-        if stopped or last or due:
-            try:
-                save_checkpoint(self.folder / "checkpoint.npz", state)
-            except (OSError, MemoryError) as error:  # there may be room again before the next one
-                if stopped or last:
-                    raise
-                tqdm.write(f"warning: checkpoint not written, the last good one stays: {error}", file=sys.stderr)
+        due = last or time.time() - self.saved >= 60 * self.args.checkpoint_minutes
+        stopped, due = np.any(all_gather(np.array([[bool(self.signals), due]])), axis=0)  # in any process
+        if stopped or due:
+            save_checkpoint(self.folder / "checkpoint.npz", state)
             self.saved = time.time()
-        if self.wandb and (stopped or last):
-            from wandb import Image
-
-            self.wandb.log({path.stem: Image(str(path)) for path in sorted(self.folder.glob("*.png"))})
         if stopped and not last:
             self.bar.close()
             by = self.signals[0] if self.signals else signal.SIGTERM  # which another process received
-            script = Path(__file__).name
-            fail(f"stopped by {by.name}; go on with: python {script} --resume {self.folder}", code=128 + by)
+            fail(f"stopped by {by.name}; go on: python {Path(__file__).name} --resume {self.folder}", code=128 + by)
         self.began = time.time()
 
 
@@ -804,16 +727,13 @@ def save_bars(folder, title, bars):
 
     figure = Figure((8, 7), layout="constrained")
     axes = figure.add_subplot()
-    place = np.arange(len(ACHIEVEMENTS))
-    height = 0.8 / len(bars)
     for i, (label, rates) in enumerate(bars.items()):
-        rates = np.asarray(rates)
-        color = ("tab:blue", "0.7")[i]
-        y = place + (i + 0.5) * height - 0.4
-        drawn = axes.barh(y, 100 * rates, height, color=color, label=f"{label}: sum {rates.sum():.2f}")
-        axes.bar_label(drawn, [f"{100 * x:.1f}" if x else "0" for x in rates], padding=2, fontsize=6)
-    axes.set(yticks=place, yticklabels=[name.replace("_", " ") for name in ACHIEVEMENTS], xlim=(0, 108), title=title)
-    axes.set_xlabel("episodes that unlocked it (%)")
+        place = np.arange(len(ACHIEVEMENTS)) + 0.8 * (i + 0.5) / len(bars) - 0.4
+        label = f"{label}: sum {np.sum(rates):.2f}"
+        drawn = axes.barh(place, 100 * np.asarray(rates), 0.8 / len(bars), color=("tab:blue", "0.7")[i], label=label)
+        axes.bar_label(drawn, fmt="{:.3g}", padding=2, fontsize=6)
+    names = [name.replace("_", " ") for name in ACHIEVEMENTS]
+    axes.set(yticks=range(22), yticklabels=names, xlim=(0, 108), title=title, xlabel="episodes that unlocked it (%)")
     axes.invert_yaxis()
     axes.legend(loc="lower right")
     write_atomically(folder / "achievements.png", lambda file: figure.savefig(file, dpi=100))
@@ -843,47 +763,31 @@ def parse_args(argv=None):
     return parse(default=default)
 
 
-def require(args, rules):
-    """One line and exit code 2 if a rule does not hold. rules: {"field must ...": whether it does}."""
-    for rule, holds in rules.items():
-        if not holds:
-            name, words = rule.split(" ", 1)
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
-
-
-def check_numbers(args, may_be_zero):
-    rules = {"seed must be below 2^32": args.seed < 2**32, "run_dir must not be empty": args.run_dir}
+def check_numbers(args, may_be_zero, rules):
+    """One line and exit code 2 for an argument out of range. rules() is {"field must ...": whether it does}."""
+    numbers = {"seed must be below 2^32": args.seed < 2**32}
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            zero = name in may_be_zero
-            rules[f"{name} must be {'at least' if zero else 'above'} 0"] = value > 0 or (zero and value == 0)
-            rules[f"{name} must be finite"] = value < math.inf
+            bound = "at least" if name in may_be_zero.split() else "above"
+            numbers[f"{name} must be {bound} 0 and finite"] = 0 < value < math.inf or (value == 0 and bound != "above")
         if name in ("num_envs", "batch_size"):
-            rules[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
-    require(args, rules)
+            numbers[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
+    broken = [rule for rule, holds in numbers.items() if not holds]
+    for rule in broken or [rule for rule, holds in rules().items() if not holds]:
+        name, words = rule.split(" ", 1)
+        fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
 
 
 def check_args(args):
-    may_be_zero = "seed checkpoint_minutes random_iterations gae_lambda entropy_coef value_coef task_reward_coef"
-    check_numbers(args, [*may_be_zero.split(), "intrinsic_coef", "forward_coef"])
-    require(args, {
+    may_be_zero = """seed checkpoint_minutes random_iterations gae_lambda entropy_coef value_coef task_reward_coef
+        intrinsic_coef forward_coef"""
+    check_numbers(args, may_be_zero, lambda: {
         "gamma must be at most 1": args.gamma <= 1,
         "gae_lambda must be at most 1": args.gae_lambda <= 1,
         "num_minibatches must divide num_envs": args.num_envs % args.num_minibatches == 0,
         "intrinsic_coef and task_reward_coef must not both be 0": args.intrinsic_coef or args.task_reward_coef,
         "model_minibatches must divide num_envs * num_steps": args.steps_per_iteration % args.model_minibatches == 0,
     })  # fmt: skip
-
-
-def finish_craftax(folder, row, random_rates):
-    """The last lines of a run, and what main returns."""
-    spent = tqdm.format_interval(row["seconds"])
-    result = f"achievements {row['achievements']:.2f} an episode after {row['steps']:,} steps in {spent}"
-    print(f"{result} (uniform random actions: {float(np.sum(random_rates)):.2f})")
-    print(f"pictures {', '.join(sorted(path.name for path in folder.glob('*.png')))}")
-    print(f"folder   {folder}")
-    print(f"play     python evaluate.py {folder}")
-    return row | {"folder": str(folder)}
 
 
 def main(args):
@@ -894,34 +798,30 @@ def main(args):
     init = functools.partial(init_state, args, env)
     buffers = f"rollout buffer {4e-6 * args.steps_per_iteration * env.state_size:,.0f} MB"
     folder, state = start_run(args, init, buffers)
-    compiled_collect, collect_names = compile_stage(collect, args, env, state)
-    _, steps, _ = compiled_collect.out_info  # hidden and rollout, as shapes
-    compiled_bonus, bonus_names = compile_stage(learn_bonus, args, env, state, *steps)
-    _, reward, _ = compiled_bonus.out_info
-    compiled_policy, policy_names = compile_stage(learn_policy, args, env, state, *steps, reward)
-    with Run(args, folder, state, [*collect_names, *bonus_names, *policy_names]) as run:
+    _, steps, metrics = collect.eval_shape(args, env, state)  # shapes: hidden and rollout, and the names of metrics
+    _, reward, bonus_metrics = learn_bonus.eval_shape(args, env, state, *steps)
+    _, policy_metrics = learn_policy.eval_shape(args, env, state, *steps, reward)
+    with Run(args, folder, state, metrics, bonus_metrics, policy_metrics) as run:
         for iteration in range(run.iteration + 1, args.num_iterations + 1):
-            state, steps, metrics = compiled_collect(state)
-            state, reward, bonus_metrics = compiled_bonus(state, *steps)
+            state, steps, metrics = collect(args, env, state)
+            state, reward, bonus_metrics = learn_bonus(args, env, state, *steps)
             metrics |= bonus_metrics
             if iteration >= args.first_update:
-                state, policy_metrics = compiled_policy(state, *steps, reward)
+                state, policy_metrics = learn_policy(args, env, state, *steps, reward)
                 metrics |= policy_metrics
             row = run.log(metrics)
             if iteration in run.picture_iterations:
-                title = f"{Path(__file__).stem}, seed {args.seed}, {row['steps']:,} steps"
-                rates = achievement_rates(state.episodes)
-                save_bars(folder, title, {"this policy": rates, "uniform random actions": state.random_rates})
+                bars = {"policy": achievement_rates(state.episodes), "uniform random actions": state.random_rates}
+                save_bars(folder, f"{Path(__file__).stem}, seed {args.seed}, {row['steps']:,} steps", bars)
             run.save(state)
-    return finish_craftax(folder, row, state.random_rates)
+    print(f"after {row['steps']:,} steps in {tqdm.format_interval(row['seconds'])}", end=": ")
+    print(f"achievements {row['achievements']:.2f}, with uniform random actions {np.sum(state.random_rates):.2f}")
+    print(f"picture  {folder / 'achievements.png'}\nplay     python evaluate.py {folder}")
+    return row | {"folder": str(folder)}
 
 
 if __name__ == "__main__":
     try:
         main(parse_args())
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
+    except (OSError, OverflowError, MemoryError, jax.errors.JaxRuntimeError) as error:  # disk, folder or memory
         fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
-    except KeyboardInterrupt:
-        fail("stopped by Ctrl-C", code=130)

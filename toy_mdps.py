@@ -33,7 +33,6 @@ Metrics and results: docs/toy_mdps.md
 import collections
 import csv
 import dataclasses
-import errno
 import functools
 import io
 import json
@@ -592,8 +591,7 @@ def fail(message, code=2):
 
 
 def write_atomically(path, write):
-    """write(file) into a temporary file, which then takes the place of path: a kill or a full disk loses nothing. The
-    first process writes for all."""
+    """write(file) into a temporary file, which then takes the place of path. The first process writes for all."""
     if jax.process_index() > 0:
         return
     temporary = path.with_name(path.name + ".tmp")
@@ -778,29 +776,23 @@ def parse_args(argv=None):
     return tyro.cli(Args, args=argv, description=__doc__)
 
 
-def require(args, rules):
-    """One line and exit code 2 if a rule does not hold. rules: {"field must ...": whether it does}."""
-    for rule, holds in rules.items():
-        if not holds:
-            name, words = rule.split(" ", 1)
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
-
-
-def check_numbers(args, may_be_zero):
-    rules = {"seed must be below 2^32": args.seed < 2**32, "run_dir must not be empty": args.run_dir}
+def check_numbers(args, may_be_zero, rules):
+    """One line and exit code 2 for an argument out of range. rules() is {"field must ...": whether it does}."""
+    numbers = {"seed must be below 2^32": args.seed < 2**32}
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            zero = name in may_be_zero
-            rules[f"{name} must be {'at least' if zero else 'above'} 0"] = value > 0 or (zero and value == 0)
-            rules[f"{name} must be finite"] = value < math.inf
+            bound = "at least" if name in may_be_zero.split() else "above"
+            numbers[f"{name} must be {bound} 0 and finite"] = 0 < value < math.inf or (value == 0 and bound != "above")
         if name in ("num_envs", "batch_size"):
-            rules[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
-    require(args, rules)
+            numbers[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
+    broken = [rule for rule, holds in numbers.items() if not holds]
+    for rule in broken or [rule for rule, holds in rules().items() if not holds]:
+        name, words = rule.split(" ", 1)
+        fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
 
 
 def check_args(args):
-    check_numbers(args, ["seed", "epsilon", "slip"])
-    require(args, {
+    check_numbers(args, "seed epsilon slip", lambda: {
         "epsilon must be at most 1": args.epsilon <= 1,
         "step_size must be at most 1": args.step_size <= 1,
         "slip must be at most 1": args.slip <= 1,
@@ -831,9 +823,5 @@ def main(args):
 if __name__ == "__main__":
     try:
         main(parse_args())
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
+    except OSError as error:  # a full disk, a folder that cannot be made
         fail(f"{error}", code=1)
-    except KeyboardInterrupt:
-        fail("stopped by Ctrl-C", code=130)

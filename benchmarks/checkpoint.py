@@ -46,7 +46,7 @@ def state_template(args):
 
 def measure(args):
     template = state_template(args)
-    size = ctec.nbytes(template)
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(template))
     imports = peak()
     if args.part == "save":
         state = jax.jit(lambda: jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), template))()

@@ -583,7 +583,7 @@ def draw_visit_maps(path, runs):
     for (name, label), folder in folders.items():
         axes = panels[envs.index(name), labels.index(label)]
         settings = json.loads((folder / "args.json").read_text())
-        env = script.make_noisy_tv(script.Args(**settings))
+        env = script.make_noisy_tv(script.Args(**settings | {"tv_centre": tuple(settings["tv_centre"])}))
         visits = np.load(folder / "visits.npz")["visits"]
         share = np.sum(visits > 0) / env.free_cells
         title = f"{label}, TV {'on' if settings['tv'] else 'off'}: {share:.0%}"

@@ -33,7 +33,7 @@ def fastest(function, *inputs, repeats=3):
 def time_iterations(script, args, env):
     """The state, and the seconds of a training iteration that learns."""
     state = script.init_state(args, env)
-    for _ in range(args.first_update):  # fills the replay
+    for _ in range(getattr(args, "first_update", 1)):  # fills the replay
         state = script.collect(args, env, state)[0]
     times = []
     for _ in range(4):

@@ -293,7 +293,7 @@ STUDIES = {
             Method("ETD", "etd_ppo", f"{CRAFTAX} --total-timesteps 500000 --bonus etd", 0.1),
             RANDOM_CRAFTAX,
         ),
-        seeds=(11, 12, 13),
+        seeds=(11, 12, 13, 14, 15),
         note="C-TeC's reward has rows of unit length here, as released; `batch`: each feature has it over the rollout.",
         **ON_CRAFTAX,
     ),

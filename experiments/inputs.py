@@ -6,6 +6,7 @@
 Everything else is ctec_sac_brax.py, whose flags follow. Twenty times in a run, correlations.csv beside the run's folder
 gets the rank correlation of the reward of 2^14 transitions in the replay with the distance of s from the encoders'
 origin, with its distance from the start, and with the number of visits in the replay to its bin and to the future's.
+Five times, reward_map.npz gets {steps: (bins, 3)}: the place x, y of a bin and the mean reward from there.
 """
 
 import csv
@@ -24,11 +25,12 @@ from scipy.stats import spearmanr
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ctec_sac_brax as ctec  # noqa: E402
+import evaluate  # noqa: E402
 
 MOMENTS = 20
 COLUMNS = ("steps", "origin", "start", "visits", "visits_of_future")  # of correlations.csv
 sample_futures = ctec.sample_futures
-compile_stage = ctec.compile_stage
+learn = ctec.learn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ def origin_of(inputs, env):
 
 def bin_of(env, states):
     """(...) the slot of the bin that the states (..., state_size) are in."""
-    return ctec.bin_slot(ctec.bin_place(states[..., : env.position_size]))
+    return ctec.bin_slot(states[..., : env.position_size])
 
 
 def changed(inputs, env, states):
@@ -97,28 +99,36 @@ def correlations(inputs, args, env, state):
     return {name: spearmanr(reward[valid], other[valid])[0] for name, other in zip(COLUMNS[1:], others)}
 
 
-def compile_with_correlations(inputs, stage, args, env, state):
-    """As compile_stage; learn also writes the correlations."""
-    compiled, names = compile_stage(stage, args, env, state)
-    if stage is not ctec.learn:
-        return compiled, names
+def write_correlations(inputs, args, env, state):
     path = Path(args.run_dir) / "correlations.csv"
-    every = math.ceil(args.num_iterations / MOMENTS)
+    row = {"steps": int(state.iteration) * args.steps_per_iteration} | correlations(inputs, args, env, state)
+    new = not path.exists()
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
 
-    def learn_and_log(state):
-        state, metrics = compiled(state)
-        iteration = int(state.iteration)
-        if iteration % every == 0 or iteration == args.num_iterations:
-            row = {"steps": iteration * args.steps_per_iteration} | correlations(inputs, args, env, state)
-            new = not path.exists()
-            with open(path, "a", newline="") as file:
-                writer = csv.DictWriter(file, COLUMNS)
-                if new:
-                    writer.writeheader()
-                writer.writerow(row)
-        return state, metrics
 
-    return learn_and_log, names
+def write_reward_map(args, env, state):
+    """Add the map of now to those of before, in the place of what a run that was killed has left."""
+    path = Path(args.run_dir) / "reward_map.npz"
+    steps = int(state.iteration) * args.steps_per_iteration
+    stored = dict(np.load(path)) if path.exists() else {}
+    maps = {at: values for at, values in stored.items() if int(at) < steps}
+    maps[str(steps)] = evaluate.reward_map(ctec, args, env, state)
+    ctec.write_atomically(path, lambda file: np.savez(file, **maps))
+
+
+def learn_and_log(inputs, args, env, state):
+    """As learn; writes correlations and reward maps too."""
+    state, metrics = learn(args, env, state)
+    iteration = int(state.iteration)
+    if iteration % math.ceil(args.num_iterations / MOMENTS) == 0 or iteration == args.num_iterations:
+        write_correlations(inputs, args, env, state)
+    if iteration in {round(k * args.num_iterations / 5) for k in range(1, 6)}:
+        write_reward_map(args, env, state)
+    return state, metrics
 
 
 def parse_args(argv):
@@ -130,7 +140,8 @@ def main(inputs, args):
     if not args.env.startswith("point") or args.future_state != "full":
         ctec.fail("experiments/inputs.py: for point mazes and --future-state full")
     ctec.sample_futures = functools.partial(sample_changed_futures, inputs)
-    ctec.compile_stage = functools.partial(compile_with_correlations, inputs)
+    ctec.learn = functools.partial(learn_and_log, inputs)
+    ctec.learn.eval_shape = learn.eval_shape
     return ctec.main(args)
 
 

@@ -28,13 +28,12 @@ EDGES = (0, 1, 2, 3, 4, 6, 8, 12, math.inf)  # metres from the start
 def sample_rewards(args, env, state):
     """Of 2^14 or more transitions: reward, metres from the start to s and from s to s_f, steps to s_f, mask."""
     replay = ctec.index_trajectories(state.replay)
-    oldest = replay.time - len(replay.obs)
 
     def sample(key):
         key_batch, key_future = jax.random.split(key)
         batch = ctec.sample_batch(key_batch, args, replay)
         pairs = ctec.sample_futures(key_future, args, env, replay, batch)
-        remaining = replay.ends[batch.time - oldest, batch.env] - batch.time
+        remaining = replay.ends[batch.time % len(replay.obs), batch.env] - batch.time
         offset = ctec.truncated_geometric(key_future, remaining, args.gamma_cl)  # as in sample_futures
         reward = ctec.intrinsic_reward(state.model.params, args, pairs)
         metres = lambda a, b: jnp.linalg.norm(a[..., :2] - b[..., :2], axis=-1)

@@ -63,12 +63,17 @@ def sample_recent_batch(recent, key, args, replay):
     )
 
 
+def future_view(args, env, states):
+    """What psi sees of the states (..., state_size)."""
+    return states if args.future_state == "full" else states[..., : env.position_size]
+
+
 def sample_with_negatives(key, args, env, replay, batch):
     key_future, key_t, key_env = jax.random.split(key, 3)
     pairs = sample_futures(key_future, args, env, replay, batch)
     t = jax.random.randint(key_t, (args.batch_size,), 0, replay.time)
     n = jax.random.randint(key_env, (args.batch_size,), 0, args.num_envs)
-    return PairsWithNegatives(**vars(pairs), negative=ctec.future_view(args, env, replay.obs[t, n]))
+    return PairsWithNegatives(**vars(pairs), negative=future_view(args, env, replay.obs[t, n]))
 
 
 def loss_with_negatives(params, args, batch):
@@ -110,7 +115,6 @@ def update_with_fewer_encoder_steps(args, env, replay, agent, model, key):
     watch = lambda model: (model, ctec.contrastive_loss(model.params, args, pairs)[1])
     model, metrics = jax.lax.cond(jax.random.uniform(key_coin) < 0.25, learn, watch, model)
     agent, sac_metrics = ctec.update_sac(args, env, agent, batch, reward, key_sac)
-    metrics["displacement"] = ctec.displacement(env, batch, pairs)
     return (agent, model), metrics | sac_metrics
 
 
@@ -125,12 +129,11 @@ def sample_scheduled_futures(key, args, env, replay, batch):
     """As sample_futures, with gamma_cl from 0.9 in the beginning to --gamma-cl in the end."""
     done = replay.time / (args.num_iterations * args.unroll_length)
     gamma = 0.9 + (args.gamma_cl - 0.9) * done
-    oldest = replay.time - len(replay.obs)
-    remaining = replay.ends[batch.time - oldest, batch.env] - batch.time
+    remaining = replay.ends[batch.time % len(replay.obs), batch.env] - batch.time
     offset = ctec.truncated_geometric(key, remaining, gamma)
     future = replay.obs[(batch.time + offset) % len(replay.obs), batch.env]
     pair = jnp.concatenate([batch.obs, batch.action], axis=-1)
-    return ctec.Pairs(anchor=pair, positive=ctec.future_view(args, env, future), mask=batch.has_next)
+    return ctec.Pairs(anchor=pair, positive=future_view(args, env, future), mask=batch.has_next)
 
 
 def init_agent_with_value(value, args, env, key):

@@ -27,7 +27,11 @@ SMALL_PPO = dict(num_envs=4, num_steps=8, num_minibatches=2, reset_ratio=16, age
 
 def flags(config, **changes):
     """The command line for a dictionary of arguments."""
-    return [f"--{name.replace('_', '-')}={value}" for name, value in (config | changes).items()]
+    words = []
+    for name, value in (config | changes).items():
+        flag = f"--{name.replace('_', '-')}"
+        words += [flag, *map(str, value)] if isinstance(value, tuple) else [f"{flag}={value}"]
+    return words
 
 
 def run(script, *arguments, **options):

@@ -293,7 +293,8 @@ def test_the_model_is_trained_on_steps_and_their_own_next_states():
         }
         return params * 0.0, metrics
 
-    model = e3b.init_model(e3b.clipped_adam(args, args.model_learning_rate), jnp.float32(1.0))
+    adam = e3b.clipped_adam(args, args.model_learning_rate)
+    model = e3b.Model(jnp.float32(1.0), adam.init(jnp.float32(1.0)))
     states = jnp.asarray(states, jnp.float32)
     steps = (states[..., None], states[:-1], jnp.asarray(done))  # an action is the number of its state
     _, metrics = e3b.update_model(args, look, model, jax.random.PRNGKey(0), *steps)
@@ -350,7 +351,9 @@ def test_a_run_and_the_same_run_stopped_and_resumed(script, tmp_path, monkeypatc
     assert len(table) == 6
     for i, row in enumerate(table, 1):
         ppo = {"policy_loss", "value_loss", "value_mean", "entropy", "kl", "clipped", "learning_rate", "parameter_norm"}
-        assert {name for name, value in row.items() if value == ""} == (ppo if i < args.first_update else set())
+        assert {name for name, value in row.items() if value == ""} == (
+            ppo if i < getattr(args, "first_update", 1) else set()
+        )
         assert all(np.isfinite(float(value)) for value in row.values() if value)
 
     assert len(rows(parts)) == 4

@@ -237,7 +237,8 @@ def test_comparison(runs, capsys):
     for folder, row in zip(runs, rows):
         assert {path.name for path in folder.iterdir()} == {"args.json", "checkpoint.npz", "evaluation"}
         left = {path.name for path in (folder / "evaluation").iterdir()} - {"comparison.png"}
-        assert left == {"evaluation.json", "paths.png", "rollout.gif"}
+        of_ctec = {"reward_map.png"} if folder is runs[0] else set()
+        assert left == {"evaluation.json", "paths.png", "rollout.gif"} | of_ctec
         assert row["run"] == folder.name and row["length"] == 120
     assert (runs[0] / "evaluation" / "comparison.png").stat().st_size > 20_000
     film = Image.open(runs[0] / "evaluation" / "rollout.gif")
@@ -336,3 +337,23 @@ def test_refusals_of_arguments(capsys, words):
 def test_scripts_do_not_import_it():
     for path in Path(evaluate.__file__).parent.glob("*.py"):
         assert not re.search(r"^\s*(import|from) evaluate", path.read_text(), re.M)
+
+
+def test_reward_map_is_the_mean_reward_of_the_replay_by_place():
+    """A replay of episodes of two steps, from one place to another: only the first place has a reward, that of its
+    single future. The second ends its episode, is never rewarded, and is no place of the map."""
+    sizes = dict(num_envs=3, replay_size=40, batch_size=32, agent_width=16, encoder_width=16, representation_size=8)
+    args = ctec.Args(env="point_u_maze", reward_features="unit", **sizes)
+    env = ctec.make_env(args.env)
+    start = ctec.init_state(args, env)
+    places = jnp.array([[4.0, 4.0, 0.1, 0.0], [8.0, 4.0, 0.0, -0.1]])
+    last = jnp.arange(40) % 2
+    replay = start.replay.replace(
+        obs=jnp.broadcast_to(places[last][:, None], (40, 3, 4)),
+        truncated=jnp.broadcast_to(last[:, None] == 1, (40, 3)),
+        time=jnp.int32(40),
+    )
+    values = evaluate.reward_map(ctec, args, env, start.replace(replay=replay))
+    pair = ctec.Pairs(jnp.append(places[0], jnp.zeros(2))[None], places[1:], jnp.ones(1))
+    reward = ctec.intrinsic_reward(start.model.params, args, pair)[0]
+    np.testing.assert_allclose(values, [[8, 8, reward]], rtol=1e-3)  # a float32 sum of 2^15 rewards

@@ -1,11 +1,9 @@
 """Whole runs on Craftax-Classic: what they leave, how they stop, resume and fail."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from helpers import (
@@ -107,7 +105,7 @@ BAD = {
     "zero envs": (["--num-envs", "0"], "--num-envs 0 must be above 0"),
     "zero minibatches": (["--num-minibatches", "0"], "--num-minibatches 0 must be above 0"),
     "zero groups": (["--rows-per-env", "0"], "--rows-per-env 0 must be above 0"),
-    "inf": (["--encoder-learning-rate", "inf"], "--encoder-learning-rate inf must be finite"),
+    "inf": (["--encoder-learning-rate", "inf"], "--encoder-learning-rate inf must be above 0 and finite"),
     "gamma of one": (["--gamma-cl", "1.0"], "--gamma-cl 1.0 must be below 1"),
     "lambda above one": (["--gae-lambda", "1.5"], "--gae-lambda 1.5 must be at most 1"),
     "negative coefficient": (["--intrinsic-coef", "-1"], "--intrinsic-coef -1.0 must be at least 0"),
@@ -118,8 +116,6 @@ BAD = {
     "groups that do not divide": (["--rows-per-env", "7"], "--rows-per-env 7 must divide num_steps"),
     "no reward": (["--intrinsic-coef", "0"], "task_reward_coef must not both be 0"),
     "missing folder": (["--resume", "runs/nothing"], "runs/nothing"),
-    "no run dir": (["--run-dir", ""], "--run-dir  must not be empty"),
-    "run dir that cannot be made": (["--run-dir", "/proc/runs"], "--run-dir /proc/runs"),
 }
 
 
@@ -138,22 +134,11 @@ def test_what_may_be_zero_and_what_may_be_one():
     ctec.check_args(ctec.Args(first_offset=1, logsumexp_penalty=0.1, intrinsic_coef=0.0, task_reward_coef=1.0))
 
 
-def test_a_state_that_does_not_fit_is_refused_before_it_is_allocated(tmp_path, capsys):
-    before = sum(x.nbytes for x in jax.live_arrays())
-    code, message = failure(capsys, ctec, ["--num-envs", "100000000000", "--run-dir", tmp_path])
-    assert code == 2
-    assert_one_line(message, "--num-envs (now 100000000000)", "the device (cpu) has")
-    needed = float(re.search(r"needs ([\d,.]+) GB", message).group(1).replace(",", ""))
-    assert needed > 1e11 * 4 * (1345 + 512) / 1e9  # at least observation and hidden state of each environment
-    assert sum(x.nbytes for x in jax.live_arrays()) - before < 1000
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     "arguments,words",
     [
         (["--env", "craftax"], ["--env", "craftax_classic"]),
-        (["--reward-samples", "two"], ["--reward-samples", "all", "single"]),
+        (["--temperature", "psi"], ["--temperature", "phi", "logits"]),
         (["--num-env", "3"], ["--num-env", "--num-envs"]),
         (["--num-envs", "many"], ["many", "--num-envs"]),
     ],

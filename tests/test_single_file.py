@@ -45,8 +45,14 @@ by_name = dict(ids=lambda path: path.name)
 
 def last_line(path):
     """Where the last stage of an iteration must have ended."""
-    long = path.stem.startswith(("etd", "ctec_ablations"))
-    return 650 if long else 560 if path.stem.endswith(("craftax", "tv")) else 500
+    special = {"etd_ppo": 600, "ctec_ablations_sac_brax": 650}
+    return special.get(path.stem, 500 if path.stem.endswith(("craftax", "tv")) else 450)
+
+
+def longest(path):
+    """Lines of a whole script."""
+    special = {"etd_ppo": 1350, "ctec_ablations_sac_brax": 1280}
+    return special.get(path.stem, 900 if path.stem.endswith(("craftax", "tv", "mdps")) else 1150)
 
 
 def top_level(path):
@@ -174,7 +180,7 @@ def test_same_argument_same_meaning():
 @pytest.mark.parametrize("path", LEARNING, **by_name)
 def test_a_learning_script_has_the_vocabulary(path):
     names = top_level(path).keys()
-    assert {"init_model", "gradient_update", "intrinsic_reward", "collect"} <= names
+    assert {"gradient_update", "intrinsic_reward", "collect"} <= names
     assert {"learn"} <= names or {"learn_bonus", "learn_policy"} <= names
     assert {"contrastive_loss", "model_loss"} & names
 
@@ -194,10 +200,11 @@ def test_banners_stand_in_the_one_order(path):
     if path in LEARNING or path.stem in STUDIES:
         assert {order[place] for place in places} == set(order)
     method = min(i for i, line in banners.items() if "the method: " in line)
-    assert method < 200
+    assert method < 180
     if path.stem not in STUDIES:
         stages = [top_level(path)[name] for name in STAGES if name in top_level(path)]
-        assert max(stage.end_lineno for stage in stages) < last_line(path)
+        assert max(stage.end_lineno for stage in stages) <= last_line(path)
+    assert len(lines) <= longest(path)
     assert {len(line) for line in banners.values()} == {111}
 
 
