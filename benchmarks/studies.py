@@ -284,17 +284,11 @@ STUDIES = {
         "ETD against C-TeC on Craftax-Classic, laptop scale",
         (
             Method("C-TeC", "etd_ppo", f"{CRAFTAX} --total-timesteps 500000 --bonus ctec", 0.1),
-            Method(
-                "C-TeC batch",
-                "etd_ppo",
-                f"{CRAFTAX} --total-timesteps 500000 --bonus ctec --reward-features batch",
-                0.1,
-            ),
             Method("ETD", "etd_ppo", f"{CRAFTAX} --total-timesteps 500000 --bonus etd", 0.1),
             RANDOM_CRAFTAX,
         ),
         seeds=(11, 12, 13, 14, 15),
-        note="C-TeC's reward has rows of unit length here, as released; `batch`: each feature has it over the rollout.",
+        note="C-TeC's reward has rows of unit length here, as released.",
         **ON_CRAFTAX,
     ),
     "noisy_tv": noisy_tv(

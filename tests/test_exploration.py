@@ -14,7 +14,7 @@ def train(script, *flags):
     state = script.init_state(args, env)
     for _ in range(args.num_iterations):
         state, metrics = script.collect(args, env, state)
-        if state.iteration >= args.first_update and hasattr(script, "learn"):
+        if hasattr(script, "learn") and state.iteration >= args.first_update:
             state, learn_metrics = script.learn(args, env, state)
             metrics |= learn_metrics
     return state, {name: float(value) for name, value in metrics.items()}

@@ -312,7 +312,7 @@ def test_a_run_from_end_to_end(tmp_path, capsys):
     "flag, word",
     [("--epsilon=2", "at most 1"), ("--slip=1.5", "at most 1"), ("--step-size=0", "above 0"), ("--rounds=0", "above 0"),
      ("--episodes=-1", "above 0"), ("--entropy-weight=nan", "above 0"), ("--entropy-weight=inf", "finite"),
-     ("--world-size=1", "at least 2"), ("--seed=-1", "at least 0"), ("--run-dir=", "empty")],
+     ("--world-size=1", "at least 2"), ("--seed=-1", "at least 0")],
 )  # fmt: skip
 def test_an_out_of_range_argument_is_one_line(capsys, flag, word):
     code, message = refusal(capsys, toy, [flag])
