@@ -323,13 +323,13 @@ def test_what_the_machine_lacks_is_told_in_one_line_and_a_fault_is_not_hidden(mo
 
 def test_a_state_that_does_not_fit_is_refused_before_it_is_allocated(tmp_path, capsys):
     before = sum(x.nbytes for x in jax.live_arrays())
-    arguments = ["--env=point_u_maze", "--num-envs", 10**8, "--run-dir", tmp_path]
+    arguments = ["--env=point_u_maze", "--num-envs", 10**7, "--run-dir", tmp_path]
     code, message = refusal(capsys, ctec, arguments)
     assert code == 2
-    assert_one_line(message, "--num-envs 100000000 is too much for the memory")
+    assert_one_line(message, "--num-envs 10000000 is too much for the memory")
     per_env = 10_000 * (4 * 4 + 4 * 2 + 2)  # the replay: state, action and two flags
     needed = float(re.search(r"needs ([\d,]+) GB", message).group(1).replace(",", ""))
-    assert needed == pytest.approx(1e8 * per_env / 1e9, rel=1e-2)
+    assert needed == pytest.approx(1e7 * per_env / 1e9, rel=1e-2)
     assert sum(x.nbytes for x in jax.live_arrays()) - before < 1000
     assert not list(tmp_path.iterdir())
 
