@@ -66,7 +66,7 @@ from tqdm import tqdm
 class Args:
     env: Literal["noisy_tv"] = "noisy_tv"  # environment: a grid of rooms, one of which has the TV
     bonus: Literal["ctec", "rnd", "forward_error", "none"] = "ctec"  # the reward; none: uniform random actions
-    preset: Literal["paper", "laptop"] = "paper"  # published sizes, or minutes on a CPU; explicit flags win over it
+    preset: Literal["paper", "laptop"] = "paper"  # published sizes, or sizes for a CPU; explicit flags win over it
     seed: int = 1  # seed of everything random
     total_timesteps: int = 100_000_000  # environment steps, all environments together (the paper does not say)
     resume: str = ""  # folder of an earlier run: go on from its checkpoint, with its arguments
@@ -132,7 +132,7 @@ class MLP(nn.Module):  # hidden relu layers and a linear output layer
 
 # ----------------------------------------------------------------------- the method: C-TeC, RND, forward model
 @flax.struct.dataclass
-class Pairs:  # of a contrastive loss: for each row, the other rows' positives are its negatives
+class Pairs:  # a batch for InfoNCE: the negatives of a row are the other rows' positives
     anchor: jax.Array  # (B, ...)
     positive: jax.Array  # (B, ...)
     mask: jax.Array  # (B,) 0.0: no positive, still a negative for the others; else 1.0
@@ -146,7 +146,7 @@ class Steps:  # of a rollout, as the bonus sees them
 
 
 def steps_remaining(done):
-    """(T, N) number of states that follow a step's state in its episode (done: its last step) and rollout."""
+    """(T, N) how many stored states follow each step's state in its episode; 0 where it ended with the step."""
     t = jnp.arange(len(done))[:, None]
     return jax.lax.cummin(jnp.where(done, t, len(done)), axis=0, reverse=True) - t
 
@@ -516,8 +516,8 @@ SPLIT = {"walkers": ("envs",)}  # of RunState; others are replicated
 
 
 def shard(tree, *axes):
-    """Shard the axes named "envs" over the devices, and replicate the others. XLA does the rest: it all-reduces a batch
-    that is sampled across devices, and never all-gathers the replay."""
+    """Shard the axes named "envs" over the devices, and replicate the others. XLA does the rest: it all-reduces SAC's
+    batches, never all-gathers SAC's replay, and all-gathers PPO's rollout once an iteration."""
     if jax.device_count() == 1:
         return tree
     mesh = jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -635,7 +635,7 @@ def start_jax(args):
             sys.stdout = open(os.devnull, "w")  # the first process speaks for all
     if not jax.config.jax_compilation_cache_dir:
         cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-        features = re.search("^(flags|Features).*|$", cpuinfo, re.M).group()
+        features = re.search(r"^(flags|Features).*|\Z", cpuinfo, re.M).group()
         cache = Path.home() / ".cache" / "ctec_jax" / f"{zlib.crc32(features.encode()):08x}"
         jax.config.update("jax_compilation_cache_dir", str(cache))
 
@@ -678,7 +678,7 @@ def load_checkpoint(path, template):
                     raise ValueError(f"{name} is {kind(array)}, not {kind(expected)}")
                 leaves.append(jnp.array(array))
     except Exception as error:  # missing, truncated and mismatched files raise different exceptions
-        fail(f"{path} is no checkpoint of this run ({error}): drop flags that change sizes, or restore the file")
+        fail(f"{path} is no checkpoint of this run ({error}): drop flags that change sizes, or start a new run")
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
@@ -715,13 +715,13 @@ class Run(contextlib.ExitStack):
         self.args = args
         self.folder = folder
         self.iteration = int(state.iteration)
-        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *(name for of in metrics for name in of)]
+        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *(name for one in metrics for name in one)]
         self.picture_iterations = {round(k * args.num_iterations / 5) for k in range(1, 6)}  # the end among them
         path = folder / "metrics.csv"
         lines = path.read_text().splitlines()[: 1 + self.iteration] if path.exists() else [",".join(self.columns)]
         last = f"{self.iteration},{self.iteration * args.steps_per_iteration},"
         if lines[0] != ",".join(self.columns) or (self.iteration and not lines[-1].startswith(last)):
-            fail(f"{path} has not the columns or steps of this run: another version of this script, or other flags?")
+            fail(f"{path} lacks the columns or steps of this run: another version of this script, or other flags?")
         self.seconds = float(lines[-1].split(",")[2]) if self.iteration else 0.0
         config = dataclasses.asdict(args) | {"resume": "", "distributed": False}
         write_atomically(folder / "args.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
@@ -746,7 +746,7 @@ class Run(contextlib.ExitStack):
         self.saved = self.began = time.time()
 
     def log(self, metrics):
-        """Add a row to metrics.csv and return it. Only episode_length may be nan: then no episode ended."""
+        """Add a row to metrics.csv and return it. Only a maze's episode_length may be nan: then no episode ended."""
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         spent = time.time() - self.began
         rate = self.args.steps_per_iteration / spent
@@ -758,7 +758,7 @@ class Run(contextlib.ExitStack):
         broken = [f"{name} is {x}" for name, x in values.items() if name not in row and name != "episode_length"]
         if broken:
             self.bar.close()
-            fail(f"iteration {self.iteration}: {', '.join(broken)}; the last checkpoint stays in {self.folder}", code=1)
+            fail(f"iteration {self.iteration}: {', '.join(broken)}; a checkpoint, if any, is in {self.folder}", code=1)
         print(*(row.get(name, "") for name in self.columns), sep=",", file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(row, step=row["steps"])
@@ -814,9 +814,9 @@ def save_visits(args, env, folder, visits, steps):
 
 # -------------------------------------------------------------------------------------------------------- main
 PRESETS = {  # what a preset changes
-    "paper": {"all": {}},
-    "laptop": {"all": dict(total_timesteps=500_000, grid_size=64, episode_length=256, num_envs=64, batch_size=512,
-                           agent_width=64, encoder_width=64, learning_rate=1e-3, checkpoint_minutes=2.0)},
+    "paper": {"default": {}},
+    "laptop": {"default": dict(total_timesteps=500_000, grid_size=64, episode_length=256, num_envs=64, batch_size=512,
+                               agent_width=64, encoder_width=64, learning_rate=1e-3, checkpoint_minutes=2.0)},
 }  # fmt: skip
 
 
@@ -825,8 +825,8 @@ def parse_args(argv=None):
     parse = functools.partial(tyro.cli, Args, args=argv, description=__doc__)
     args = parse()
     if not args.resume:
-        robots = PRESETS[args.preset]
-        return parse(default=Args(**robots.get(args.env.split("_")[0], robots["all"])))
+        sizes = PRESETS[args.preset]
+        return parse(default=Args(**sizes.get(args.env.split("_")[0], sizes["default"])))
     try:
         earlier = json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume}
         default = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in earlier.items()})
@@ -836,7 +836,7 @@ def parse_args(argv=None):
 
 
 def check_numbers(args, may_be_zero, rules):
-    """One line and exit code 2 for an argument out of range. rules() is {"field must ...": whether it does}."""
+    """Fail at the first broken rule {"field must ...": whether it does}; rules() can rely on the rules for numbers."""
     numbers = {"seed must be below 2^32": args.seed < 2**32}
     for name, value in vars(args).items():
         if type(value) in (int, float):
@@ -844,9 +844,9 @@ def check_numbers(args, may_be_zero, rules):
             numbers[f"{name} must be {bound} 0 and finite"] = 0 < value < math.inf or (value == 0 and bound != "above")
         if name in ("num_envs", "batch_size"):
             numbers[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
-    broken = [rule for rule, holds in numbers.items() if not holds]
-    for rule in broken or [rule for rule, holds in rules().items() if not holds]:
-        name, words = rule.split(" ", 1)
+    broken = lambda rules: [rule for rule, holds in rules.items() if not holds]
+    if failed := broken(numbers) or broken(rules()):
+        name, words = failed[0].split(" ", 1)
         fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
 
 
@@ -896,4 +896,4 @@ if __name__ == "__main__":
     try:
         main(parse_args())
     except (OSError, OverflowError, MemoryError, jax.errors.JaxRuntimeError) as error:  # disk, folder or memory
-        fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
+        fail(f"{type(error).__name__}: {error}; the last good checkpoint, if there was one, is untouched", code=1)

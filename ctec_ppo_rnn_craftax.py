@@ -62,7 +62,7 @@ from tqdm import tqdm
 @dataclasses.dataclass(frozen=True)
 class Args:
     env: Literal["craftax_classic"] = "craftax_classic"  # environment: Craftax-Classic-Symbolic-v1
-    preset: Literal["paper", "laptop"] = "paper"  # published sizes, or minutes on a CPU; explicit flags win over it
+    preset: Literal["paper", "laptop"] = "paper"  # published sizes, or sizes for a CPU; explicit flags win over it
     seed: int = 1  # seed of everything random
     total_timesteps: int = 1_000_000_000  # environment steps, all environments together (paper Table 5)
     resume: str = ""  # folder of an earlier run: go on from its checkpoint, with its arguments
@@ -78,7 +78,7 @@ class Args:
     num_envs: int = 1024  # parallel environments (Craftax baselines)
     num_steps: int = 64  # steps in each environment before the update of an iteration (paper Table 5)
     reset_ratio: int = 16  # optimistic resets: one new world for this many environment steps (Craftax baselines)
-    num_minibatches: int = 8  # minibatches of a pass of PPO, of environments' whole sequences (Craftax baselines)
+    num_minibatches: int = 8  # minibatches of a pass of PPO: whole sequences of some environments (Craftax baselines)
     update_epochs: int = 4  # passes of PPO over a rollout (paper Table 5)
     learning_rate: float = 2e-4  # Adam learning rate of PPO, annealed linearly to 0 (paper Table 5)
     adam_eps: float = 1e-5  # epsilon of Adam, PPO and the intrinsic-reward model (Craftax baselines)
@@ -99,8 +99,8 @@ class Args:
     encoder_learning_rate: float = 3e-4  # Adam learning rate of the encoders (paper Table 6)
     encoder_epochs: int = 4  # passes of the encoders over a rollout, each with newly sampled futures (as PPO's)
     encoder_minibatches: int = 8  # minibatches of an epoch of the encoders, of shuffled pairs (as PPO's)
-    contrastive_batch: int = 1024  # rows of InfoNCE, parts of a minibatch (8192 x 8192 logits would take 268 MB)
-    rows_per_env: int = 8  # steps of one environment that stay together in such a part, as negatives of each other
+    contrastive_batch: int = 1024  # rows of one InfoNCE, a part of a minibatch (8192 x 8192 logits take 268 MB)
+    rows_per_env: int = 8  # steps of one environment drawn together into one InfoNCE, as negatives of each other
     temperature: Literal["phi", "logits"] = "phi"  # tau divides phi in loss and reward (code), or the logits (text)
     learn_tau: bool = True  # learn the temperature (paper Section 4.1); --no-learn-tau holds it at 1 (Appendix G.8)
     logsumexp_penalty: float = 0.0  # weight of mean(logsumexp^2) in the contrastive loss (paper Table 6)
@@ -135,7 +135,7 @@ class MLP(nn.Module):  # hidden relu layers and a linear output layer
 
 # ------------------------------------------------------------------------------------------- the method: C-TeC
 @flax.struct.dataclass
-class Pairs:  # of a contrastive loss: for each row, the other rows' positives are its negatives
+class Pairs:  # a batch for InfoNCE: the negatives of a row are the other rows' positives
     anchor: jax.Array  # (B, ...)
     positive: jax.Array  # (B, ...)
     mask: jax.Array  # (B,) 0.0: no positive, still a negative for the others; else 1.0
@@ -149,7 +149,7 @@ class Futures:  # the steps of a rollout, and how much each state counts as a fu
 
 
 def steps_remaining(done):
-    """(T, N) number of states that follow a step's state in its episode (done: its last step) and rollout."""
+    """(T, N) how many stored states follow each step's state in its episode; 0 where it ended with the step."""
     t = jnp.arange(len(done))[:, None]
     return jax.lax.cummin(jnp.where(done, t, len(done)), axis=0, reverse=True) - t
 
@@ -164,8 +164,8 @@ def truncated_geometric(key, remaining, gamma):
 
 def positive_times(key, args, remaining):
     """(T, N) time of each step's positive, first_offset or more steps ahead (Eq. 1), or its own if there is none."""
-    offset = truncated_geometric(key, remaining + 1 - args.first_offset, args.gamma_cl) - 1 + args.first_offset
-    return jnp.arange(len(remaining))[:, None] + offset
+    shift = 1 - args.first_offset
+    return jnp.arange(len(remaining))[:, None] + truncated_geometric(key, remaining + shift, args.gamma_cl) - shift
 
 
 def future_weights(args, remaining):
@@ -226,7 +226,7 @@ def contrastive_loss(params, args, batch):
         "accuracy": masked_mean(jnp.argmax(logits, axis=2) == jnp.arange(rows), mask),
         "logits_positive": masked_mean(positive, mask),
         "logits_negative": (jnp.mean(logits) * rows - jnp.mean(positive)) / (rows - 1),
-        "tau": jnp.exp(params["log_tau"]),  # stays at 1 if it is not learned
+        "tau": jnp.asarray(tau),
         "phi_variance": jnp.mean(jnp.var(phi, axis=0)),
         "psi_variance": jnp.mean(jnp.var(psi, axis=0)),
     }
@@ -289,9 +289,9 @@ class RecurrentActorCritic(nn.Module):
             return hidden, hidden
 
         hidden, x = jax.lax.scan(step, hidden, (gates, first))
-        hidden_layer = lambda x: nn.relu(dense(self.width, 2.0)(x))
-        logits = dense(self.num_actions, 0.01)(hidden_layer(hidden_layer(x)))  # the first policy is nearly uniform
-        value = dense(1, 1.0)(hidden_layer(hidden_layer(x)))
+        add_layer = lambda x: nn.relu(dense(self.width, 2.0)(x))  # a new layer at each call
+        logits = dense(self.num_actions, 0.01)(add_layer(add_layer(x)))  # the first policy is nearly uniform
+        value = dense(1, 1.0)(add_layer(add_layer(x)))
         return hidden, jax.nn.log_softmax(logits), value[..., 0]
 
 
@@ -395,14 +395,14 @@ class RunState:
     iteration: jax.Array
     players: Players
     episodes: "Episodes"
-    random_rates: jax.Array  # (22,) achievement rates of the random policy
+    random_rates: jax.Array  # (22,) achievement rates of the untrained policy
     agent: Model
     model: Model  # {"phi", "psi", "log_tau"}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def collect(args, env, state):
-    """`num_steps` steps in every environment. An ended episode restarts in a new world. These are made beforehand,
+    """`num_steps` steps in every environment. An ended episode restarts in a new world. Worlds are made beforehand,
     one for `reset_ratio` environment steps, and taken in turn (again from the first one, should they run out)."""
     key, key_collect, key_learn = jax.random.split(state.key, 3)
     key_worlds, key_steps = jax.random.split(key_collect)
@@ -413,7 +413,7 @@ def collect(args, env, state):
         after, transition = act(args, env, state.agent.params, now, key)
         done = transition.done
         ended = (done, after.world.achievements, after.length, after.reward)  # before the reset
-        fresh = (used + jnp.cumsum(done) - 1) % len(starts.length)
+        fresh = (used + jnp.cumsum(done) - 1) % len(starts.obs)
         restart = lambda start, x: jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start[fresh], x)
         return (jax.tree.map(restart, starts, after), used + jnp.sum(done)), (transition, ended)
 
@@ -427,7 +427,7 @@ def collect(args, env, state):
 
 
 def shuffled_groups(key, args, steps, envs):
-    """(minibatches, rows) all steps of a rollout in random order, `rows_per_env` of one environment side by side."""
+    """(minibatches, rows) t * N + n of all steps in random order, in groups of `rows_per_env` from one environment."""
     key_steps, key_groups = jax.random.split(key)
     order = jnp.arange(steps * envs).reshape(steps, envs)
     order = jax.random.permutation(key_steps, order, independent=True)  # within each environment
@@ -517,7 +517,7 @@ def init_state(args, env):
         key=key, key_learn=key, iteration=jnp.int32(0),
         players=players,
         episodes=init_episodes(args),
-        random_rates=jnp.zeros(22),
+        random_rates=jnp.full(22, jnp.nan, jnp.float32),
         agent=init_policy(args, env, key_agent, players),
         model=Model(params, clipped_adam(args, args.encoder_learning_rate).init(params)),
     ))  # fmt: skip
@@ -532,8 +532,8 @@ SPLIT = {"players": ("envs",)}  # of RunState; others are replicated
 
 
 def shard(tree, *axes):
-    """Shard the axes named "envs" over the devices, and replicate the others. XLA does the rest: it all-reduces a batch
-    that is sampled across devices, and never all-gathers the replay."""
+    """Shard the axes named "envs" over the devices, and replicate the others. XLA does the rest: it all-reduces SAC's
+    batches, never all-gathers SAC's replay, and all-gathers PPO's rollout once an iteration."""
     if jax.device_count() == 1:
         return tree
     mesh = jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -641,7 +641,7 @@ def start_jax(args):
             sys.stdout = open(os.devnull, "w")  # the first process speaks for all
     if not jax.config.jax_compilation_cache_dir:
         cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-        features = re.search("^(flags|Features).*|$", cpuinfo, re.M).group()
+        features = re.search(r"^(flags|Features).*|\Z", cpuinfo, re.M).group()
         cache = Path.home() / ".cache" / "ctec_jax" / f"{zlib.crc32(features.encode()):08x}"
         jax.config.update("jax_compilation_cache_dir", str(cache))
 
@@ -684,7 +684,7 @@ def load_checkpoint(path, template):
                     raise ValueError(f"{name} is {kind(array)}, not {kind(expected)}")
                 leaves.append(jnp.array(array))
     except Exception as error:  # missing, truncated and mismatched files raise different exceptions
-        fail(f"{path} is no checkpoint of this run ({error}): drop flags that change sizes, or restore the file")
+        fail(f"{path} is no checkpoint of this run ({error}): drop flags that change sizes, or start a new run")
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
@@ -721,13 +721,13 @@ class Run(contextlib.ExitStack):
         self.args = args
         self.folder = folder
         self.iteration = int(state.iteration)
-        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *(name for of in metrics for name in of)]
+        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *(name for one in metrics for name in one)]
         self.picture_iterations = {round(k * args.num_iterations / 5) for k in range(1, 6)}  # the end among them
         path = folder / "metrics.csv"
         lines = path.read_text().splitlines()[: 1 + self.iteration] if path.exists() else [",".join(self.columns)]
         last = f"{self.iteration},{self.iteration * args.steps_per_iteration},"
         if lines[0] != ",".join(self.columns) or (self.iteration and not lines[-1].startswith(last)):
-            fail(f"{path} has not the columns or steps of this run: another version of this script, or other flags?")
+            fail(f"{path} lacks the columns or steps of this run: another version of this script, or other flags?")
         self.seconds = float(lines[-1].split(",")[2]) if self.iteration else 0.0
         config = dataclasses.asdict(args) | {"resume": "", "distributed": False}
         write_atomically(folder / "args.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
@@ -752,7 +752,7 @@ class Run(contextlib.ExitStack):
         self.saved = self.began = time.time()
 
     def log(self, metrics):
-        """Add a row to metrics.csv and return it. Only episode_length may be nan: then no episode ended."""
+        """Add a row to metrics.csv and return it. Only a maze's episode_length may be nan: then no episode ended."""
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         spent = time.time() - self.began
         rate = self.args.steps_per_iteration / spent
@@ -764,7 +764,7 @@ class Run(contextlib.ExitStack):
         broken = [f"{name} is {x}" for name, x in values.items() if name not in row and name != "episode_length"]
         if broken:
             self.bar.close()
-            fail(f"iteration {self.iteration}: {', '.join(broken)}; the last checkpoint stays in {self.folder}", code=1)
+            fail(f"iteration {self.iteration}: {', '.join(broken)}; a checkpoint, if any, is in {self.folder}", code=1)
         print(*(row.get(name, "") for name in self.columns), sep=",", file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(row, step=row["steps"])
@@ -809,11 +809,11 @@ def save_bars(folder, title, bars):
 
 # -------------------------------------------------------------------------------------------------------- main
 PRESETS = {  # what a preset changes
-    "paper": {"all": {}},
-    "laptop": {"all": dict(total_timesteps=2_500_000, num_envs=64, reset_ratio=128, agent_width=128, learning_rate=5e-4,
-                           entropy_coef=0.05, intrinsic_coef=0.1, encoder_width=256, encoder_learning_rate=1e-3,
-                           encoder_epochs=2, encoder_minibatches=32, contrastive_batch=128, learn_tau=False,
-                           checkpoint_minutes=2.0)},
+    "paper": {"default": {}},
+    "laptop": {"default": dict(total_timesteps=2_500_000, num_envs=64, reset_ratio=128, agent_width=128,
+                               learning_rate=5e-4, entropy_coef=0.05, intrinsic_coef=0.1, encoder_width=256,
+                               encoder_learning_rate=1e-3, encoder_epochs=2, encoder_minibatches=32,
+                               contrastive_batch=128, learn_tau=False, checkpoint_minutes=2.0)},
 }  # fmt: skip
 
 
@@ -822,8 +822,8 @@ def parse_args(argv=None):
     parse = functools.partial(tyro.cli, Args, args=argv, description=__doc__)
     args = parse()
     if not args.resume:
-        robots = PRESETS[args.preset]
-        return parse(default=Args(**robots.get(args.env.split("_")[0], robots["all"])))
+        sizes = PRESETS[args.preset]
+        return parse(default=Args(**sizes.get(args.env.split("_")[0], sizes["default"])))
     try:
         earlier = json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume}
         default = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in earlier.items()})
@@ -833,7 +833,7 @@ def parse_args(argv=None):
 
 
 def check_numbers(args, may_be_zero, rules):
-    """One line and exit code 2 for an argument out of range. rules() is {"field must ...": whether it does}."""
+    """Fail at the first broken rule {"field must ...": whether it does}; rules() can rely on the rules for numbers."""
     numbers = {"seed must be below 2^32": args.seed < 2**32}
     for name, value in vars(args).items():
         if type(value) in (int, float):
@@ -841,9 +841,9 @@ def check_numbers(args, may_be_zero, rules):
             numbers[f"{name} must be {bound} 0 and finite"] = 0 < value < math.inf or (value == 0 and bound != "above")
         if name in ("num_envs", "batch_size"):
             numbers[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
-    broken = [rule for rule, holds in numbers.items() if not holds]
-    for rule in broken or [rule for rule, holds in rules().items() if not holds]:
-        name, words = rule.split(" ", 1)
+    broken = lambda rules: [rule for rule, holds in rules.items() if not holds]
+    if failed := broken(numbers) or broken(rules()):
+        name, words = failed[0].split(" ", 1)
         fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
 
 
@@ -855,10 +855,10 @@ def check_args(args):
         "gamma must be at most 1": args.gamma <= 1,
         "gae_lambda must be at most 1": args.gae_lambda <= 1,
         "num_minibatches must divide num_envs": args.num_envs % args.num_minibatches == 0,
-        "intrinsic_coef and task_reward_coef must not both be 0": args.intrinsic_coef or args.task_reward_coef,
+        "intrinsic_coef and --task-reward-coef must not both be 0": args.intrinsic_coef or args.task_reward_coef,
         "gamma_cl must be below 1": args.gamma_cl < 1,
         "contrastive_batch must be at least 2": args.contrastive_batch >= 2,
-        "contrastive_batch must divide num_envs * num_steps / encoder_minibatches": pairs % args.contrastive_batch == 0,
+        f"contrastive_batch must divide the {pairs:g} pairs of an encoder step": pairs % args.contrastive_batch == 0,
         "rows_per_env must divide num_steps and contrastive_batch":
             args.num_steps % args.rows_per_env == 0 == args.contrastive_batch % args.rows_per_env,
     })  # fmt: skip
@@ -871,24 +871,24 @@ def main(args):
     env = make_craftax()
     init = functools.partial(init_state, args, env)
     folder, state = start_run(args, init, f"rollout buffer {4e-6 * args.steps_per_iteration * env.state_size:,.0f} MB")
-    _, steps, metrics = collect.eval_shape(args, env, state)  # shapes: hidden and rollout, and the names of metrics
-    _, reward, bonus_metrics = learn_bonus.eval_shape(args, env, state, *steps)
-    _, policy_metrics = learn_policy.eval_shape(args, env, state, *steps, reward)
+    _, (hidden, rollout), metrics = collect.eval_shape(args, env, state)  # shapes, and the names of metrics
+    _, reward, bonus_metrics = learn_bonus.eval_shape(args, env, state, hidden, rollout)
+    _, policy_metrics = learn_policy.eval_shape(args, env, state, hidden, rollout, reward)
     with Run(args, folder, state, metrics, bonus_metrics, policy_metrics) as run:
         for iteration in range(run.iteration + 1, args.num_iterations + 1):
-            state, steps, metrics = collect(args, env, state)
-            state, reward, bonus_metrics = learn_bonus(args, env, state, *steps)
+            state, (hidden, rollout), metrics = collect(args, env, state)
+            state, reward, bonus_metrics = learn_bonus(args, env, state, hidden, rollout)
             metrics |= bonus_metrics
             if iteration >= args.first_update:
-                state, policy_metrics = learn_policy(args, env, state, *steps, reward)
+                state, policy_metrics = learn_policy(args, env, state, hidden, rollout, reward)
                 metrics |= policy_metrics
             row = run.log(metrics)
             if iteration in run.picture_iterations:
-                bars = {"policy": achievement_rates(state.episodes), "uniform random actions": state.random_rates}
+                bars = {"policy": achievement_rates(state.episodes), "untrained policy": state.random_rates}
                 save_bars(folder, f"{Path(__file__).stem}, seed {args.seed}, {row['steps']:,} steps", bars)
             run.save(state)
     print(f"after {row['steps']:,} steps in {tqdm.format_interval(row['seconds'])}", end=": ")
-    print(f"achievements {row['achievements']:.2f}, with uniform random actions {np.sum(state.random_rates):.2f}")
+    print(f"achievements {row['achievements']:.2f}, of the untrained policy {np.sum(state.random_rates):.2f}")
     print(f"picture  {folder / 'achievements.png'}\nplay     python evaluate.py {folder}")
     return row | {"folder": str(folder)}
 
@@ -897,4 +897,4 @@ if __name__ == "__main__":
     try:
         main(parse_args())
     except (OSError, OverflowError, MemoryError, jax.errors.JaxRuntimeError) as error:  # disk, folder or memory
-        fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
+        fail(f"{type(error).__name__}: {error}; the last good checkpoint, if there was one, is untouched", code=1)

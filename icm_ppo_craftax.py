@@ -63,7 +63,7 @@ from tqdm import tqdm
 @dataclasses.dataclass(frozen=True)
 class Args:
     env: Literal["craftax_classic"] = "craftax_classic"  # environment: Craftax-Classic-Symbolic-v1
-    preset: Literal["paper", "laptop"] = "paper"  # published sizes, or minutes on a CPU; explicit flags win over it
+    preset: Literal["paper", "laptop"] = "paper"  # published sizes, or sizes for a CPU; explicit flags win over it
     seed: int = 1  # seed of everything random
     total_timesteps: int = 1_000_000_000  # environment steps, all environments together (paper Table 5)
     resume: str = ""  # folder of an earlier run: go on from its checkpoint, with its arguments
@@ -79,7 +79,7 @@ class Args:
     num_envs: int = 1024  # parallel environments (Craftax baselines)
     num_steps: int = 64  # steps in each environment before the update of an iteration (paper Table 5)
     reset_ratio: int = 16  # optimistic resets: one new world for this many environment steps (Craftax baselines)
-    num_minibatches: int = 8  # minibatches of a pass of PPO, of environments' whole sequences (Craftax baselines)
+    num_minibatches: int = 8  # minibatches of a pass of PPO: whole sequences of some environments (Craftax baselines)
     update_epochs: int = 4  # passes of PPO over a rollout (paper Table 5)
     learning_rate: float = 2e-4  # Adam learning rate of PPO, annealed linearly to 0 (paper Table 5)
     adam_eps: float = 1e-5  # epsilon of Adam, PPO and the intrinsic-reward model (Craftax baselines)
@@ -228,9 +228,9 @@ class RecurrentActorCritic(nn.Module):
             return hidden, hidden
 
         hidden, x = jax.lax.scan(step, hidden, (gates, first))
-        hidden_layer = lambda x: nn.relu(dense(self.width, 2.0)(x))
-        logits = dense(self.num_actions, 0.01)(hidden_layer(hidden_layer(x)))  # the first policy is nearly uniform
-        value = dense(1, 1.0)(hidden_layer(hidden_layer(x)))
+        add_layer = lambda x: nn.relu(dense(self.width, 2.0)(x))  # a new layer at each call
+        logits = dense(self.num_actions, 0.01)(add_layer(add_layer(x)))  # the first policy is nearly uniform
+        value = dense(1, 1.0)(add_layer(add_layer(x)))
         return hidden, jax.nn.log_softmax(logits), value[..., 0]
 
 
@@ -334,14 +334,14 @@ class RunState:
     iteration: jax.Array
     players: Players
     episodes: "Episodes"
-    random_rates: jax.Array  # (22,) achievement rates of the random policy
+    random_rates: jax.Array  # (22,) achievement rates of the untrained policy
     agent: Model
     model: Model  # {"encoder", "forward", "inverse"}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def collect(args, env, state):
-    """`num_steps` steps in every environment. An ended episode restarts in a new world. These are made beforehand,
+    """`num_steps` steps in every environment. An ended episode restarts in a new world. Worlds are made beforehand,
     one for `reset_ratio` environment steps, and taken in turn (again from the first one, should they run out)."""
     key, key_collect, key_learn = jax.random.split(state.key, 3)
     key_worlds, key_steps = jax.random.split(key_collect)
@@ -352,7 +352,7 @@ def collect(args, env, state):
         after, transition = act(args, env, state.agent.params, now, key)
         done = transition.done
         ended = (done, after.world.achievements, after.length, after.reward)  # before the reset
-        fresh = (used + jnp.cumsum(done) - 1) % len(starts.length)
+        fresh = (used + jnp.cumsum(done) - 1) % len(starts.obs)
         restart = lambda start, x: jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), start[fresh], x)
         return (jax.tree.map(restart, starts, after), used + jnp.sum(done)), (transition, ended)
 
@@ -449,7 +449,7 @@ def init_state(args, env):
         key=key, key_learn=key, iteration=jnp.int32(0),
         players=players,
         episodes=init_episodes(args),
-        random_rates=jnp.zeros(22),
+        random_rates=jnp.full(22, jnp.nan, jnp.float32),
         agent=init_policy(args, env, key_agent, players),
         model=Model(params, clipped_adam(args, args.model_learning_rate).init(params)),
     ))  # fmt: skip
@@ -464,8 +464,8 @@ SPLIT = {"players": ("envs",)}  # of RunState; others are replicated
 
 
 def shard(tree, *axes):
-    """Shard the axes named "envs" over the devices, and replicate the others. XLA does the rest: it all-reduces a batch
-    that is sampled across devices, and never all-gathers the replay."""
+    """Shard the axes named "envs" over the devices, and replicate the others. XLA does the rest: it all-reduces SAC's
+    batches, never all-gathers SAC's replay, and all-gathers PPO's rollout once an iteration."""
     if jax.device_count() == 1:
         return tree
     mesh = jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -573,7 +573,7 @@ def start_jax(args):
             sys.stdout = open(os.devnull, "w")  # the first process speaks for all
     if not jax.config.jax_compilation_cache_dir:
         cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-        features = re.search("^(flags|Features).*|$", cpuinfo, re.M).group()
+        features = re.search(r"^(flags|Features).*|\Z", cpuinfo, re.M).group()
         cache = Path.home() / ".cache" / "ctec_jax" / f"{zlib.crc32(features.encode()):08x}"
         jax.config.update("jax_compilation_cache_dir", str(cache))
 
@@ -616,7 +616,7 @@ def load_checkpoint(path, template):
                     raise ValueError(f"{name} is {kind(array)}, not {kind(expected)}")
                 leaves.append(jnp.array(array))
     except Exception as error:  # missing, truncated and mismatched files raise different exceptions
-        fail(f"{path} is no checkpoint of this run ({error}): drop flags that change sizes, or restore the file")
+        fail(f"{path} is no checkpoint of this run ({error}): drop flags that change sizes, or start a new run")
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
@@ -653,13 +653,13 @@ class Run(contextlib.ExitStack):
         self.args = args
         self.folder = folder
         self.iteration = int(state.iteration)
-        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *(name for of in metrics for name in of)]
+        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *(name for one in metrics for name in one)]
         self.picture_iterations = {round(k * args.num_iterations / 5) for k in range(1, 6)}  # the end among them
         path = folder / "metrics.csv"
         lines = path.read_text().splitlines()[: 1 + self.iteration] if path.exists() else [",".join(self.columns)]
         last = f"{self.iteration},{self.iteration * args.steps_per_iteration},"
         if lines[0] != ",".join(self.columns) or (self.iteration and not lines[-1].startswith(last)):
-            fail(f"{path} has not the columns or steps of this run: another version of this script, or other flags?")
+            fail(f"{path} lacks the columns or steps of this run: another version of this script, or other flags?")
         self.seconds = float(lines[-1].split(",")[2]) if self.iteration else 0.0
         config = dataclasses.asdict(args) | {"resume": "", "distributed": False}
         write_atomically(folder / "args.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
@@ -684,7 +684,7 @@ class Run(contextlib.ExitStack):
         self.saved = self.began = time.time()
 
     def log(self, metrics):
-        """Add a row to metrics.csv and return it. Only episode_length may be nan: then no episode ended."""
+        """Add a row to metrics.csv and return it. Only a maze's episode_length may be nan: then no episode ended."""
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         spent = time.time() - self.began
         rate = self.args.steps_per_iteration / spent
@@ -696,7 +696,7 @@ class Run(contextlib.ExitStack):
         broken = [f"{name} is {x}" for name, x in values.items() if name not in row and name != "episode_length"]
         if broken:
             self.bar.close()
-            fail(f"iteration {self.iteration}: {', '.join(broken)}; the last checkpoint stays in {self.folder}", code=1)
+            fail(f"iteration {self.iteration}: {', '.join(broken)}; a checkpoint, if any, is in {self.folder}", code=1)
         print(*(row.get(name, "") for name in self.columns), sep=",", file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(row, step=row["steps"])
@@ -741,10 +741,10 @@ def save_bars(folder, title, bars):
 
 # -------------------------------------------------------------------------------------------------------- main
 PRESETS = {  # what a preset changes
-    "paper": {"all": {}},
-    "laptop": {"all": dict(total_timesteps=2_500_000, num_envs=64, reset_ratio=128, agent_width=128, learning_rate=5e-4,
-                           entropy_coef=0.05, intrinsic_coef=0.1, model_learning_rate=1e-3, model_epochs=2,
-                           model_minibatches=32, checkpoint_minutes=2.0)},
+    "paper": {"default": {}},
+    "laptop": {"default": dict(total_timesteps=2_500_000, num_envs=64, reset_ratio=128, agent_width=128,
+                               learning_rate=5e-4, entropy_coef=0.05, intrinsic_coef=0.1, model_learning_rate=1e-3,
+                               model_epochs=2, model_minibatches=32, checkpoint_minutes=2.0)},
 }  # fmt: skip
 
 
@@ -753,8 +753,8 @@ def parse_args(argv=None):
     parse = functools.partial(tyro.cli, Args, args=argv, description=__doc__)
     args = parse()
     if not args.resume:
-        robots = PRESETS[args.preset]
-        return parse(default=Args(**robots.get(args.env.split("_")[0], robots["all"])))
+        sizes = PRESETS[args.preset]
+        return parse(default=Args(**sizes.get(args.env.split("_")[0], sizes["default"])))
     try:
         earlier = json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume}
         default = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in earlier.items()})
@@ -764,7 +764,7 @@ def parse_args(argv=None):
 
 
 def check_numbers(args, may_be_zero, rules):
-    """One line and exit code 2 for an argument out of range. rules() is {"field must ...": whether it does}."""
+    """Fail at the first broken rule {"field must ...": whether it does}; rules() can rely on the rules for numbers."""
     numbers = {"seed must be below 2^32": args.seed < 2**32}
     for name, value in vars(args).items():
         if type(value) in (int, float):
@@ -772,9 +772,9 @@ def check_numbers(args, may_be_zero, rules):
             numbers[f"{name} must be {bound} 0 and finite"] = 0 < value < math.inf or (value == 0 and bound != "above")
         if name in ("num_envs", "batch_size"):
             numbers[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
-    broken = [rule for rule, holds in numbers.items() if not holds]
-    for rule in broken or [rule for rule, holds in rules().items() if not holds]:
-        name, words = rule.split(" ", 1)
+    broken = lambda rules: [rule for rule, holds in rules.items() if not holds]
+    if failed := broken(numbers) or broken(rules()):
+        name, words = failed[0].split(" ", 1)
         fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
 
 
@@ -785,7 +785,7 @@ def check_args(args):
         "gamma must be at most 1": args.gamma <= 1,
         "gae_lambda must be at most 1": args.gae_lambda <= 1,
         "num_minibatches must divide num_envs": args.num_envs % args.num_minibatches == 0,
-        "intrinsic_coef and task_reward_coef must not both be 0": args.intrinsic_coef or args.task_reward_coef,
+        "intrinsic_coef and --task-reward-coef must not both be 0": args.intrinsic_coef or args.task_reward_coef,
         "model_minibatches must divide num_envs * num_steps": args.steps_per_iteration % args.model_minibatches == 0,
     })  # fmt: skip
 
@@ -798,24 +798,24 @@ def main(args):
     init = functools.partial(init_state, args, env)
     buffers = f"rollout buffer {4e-6 * args.steps_per_iteration * env.state_size:,.0f} MB"
     folder, state = start_run(args, init, buffers)
-    _, steps, metrics = collect.eval_shape(args, env, state)  # shapes: hidden and rollout, and the names of metrics
-    _, reward, bonus_metrics = learn_bonus.eval_shape(args, env, state, *steps)
-    _, policy_metrics = learn_policy.eval_shape(args, env, state, *steps, reward)
+    _, (hidden, rollout), metrics = collect.eval_shape(args, env, state)  # shapes, and the names of metrics
+    _, reward, bonus_metrics = learn_bonus.eval_shape(args, env, state, hidden, rollout)
+    _, policy_metrics = learn_policy.eval_shape(args, env, state, hidden, rollout, reward)
     with Run(args, folder, state, metrics, bonus_metrics, policy_metrics) as run:
         for iteration in range(run.iteration + 1, args.num_iterations + 1):
-            state, steps, metrics = collect(args, env, state)
-            state, reward, bonus_metrics = learn_bonus(args, env, state, *steps)
+            state, (hidden, rollout), metrics = collect(args, env, state)
+            state, reward, bonus_metrics = learn_bonus(args, env, state, hidden, rollout)
             metrics |= bonus_metrics
             if iteration >= args.first_update:
-                state, policy_metrics = learn_policy(args, env, state, *steps, reward)
+                state, policy_metrics = learn_policy(args, env, state, hidden, rollout, reward)
                 metrics |= policy_metrics
             row = run.log(metrics)
             if iteration in run.picture_iterations:
-                bars = {"policy": achievement_rates(state.episodes), "uniform random actions": state.random_rates}
+                bars = {"policy": achievement_rates(state.episodes), "untrained policy": state.random_rates}
                 save_bars(folder, f"{Path(__file__).stem}, seed {args.seed}, {row['steps']:,} steps", bars)
             run.save(state)
     print(f"after {row['steps']:,} steps in {tqdm.format_interval(row['seconds'])}", end=": ")
-    print(f"achievements {row['achievements']:.2f}, with uniform random actions {np.sum(state.random_rates):.2f}")
+    print(f"achievements {row['achievements']:.2f}, of the untrained policy {np.sum(state.random_rates):.2f}")
     print(f"picture  {folder / 'achievements.png'}\nplay     python evaluate.py {folder}")
     return row | {"folder": str(folder)}
 
@@ -824,4 +824,4 @@ if __name__ == "__main__":
     try:
         main(parse_args())
     except (OSError, OverflowError, MemoryError, jax.errors.JaxRuntimeError) as error:  # disk, folder or memory
-        fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
+        fail(f"{type(error).__name__}: {error}; the last good checkpoint, if there was one, is untouched", code=1)

@@ -76,7 +76,7 @@ ENVS = ("point_u_maze", "point_large_maze", "point_hardest_maze", "ant_u_maze", 
 @dataclasses.dataclass(frozen=True)
 class Args:
     env: Literal[ENVS] = "ant_hardest_maze"  # environment
-    preset: Literal["paper", "laptop"] = "paper"  # published sizes, or minutes on a CPU; explicit flags win over it
+    preset: Literal["paper", "laptop"] = "paper"  # published sizes, or sizes for a CPU; explicit flags win over it
     seed: int = 1  # seed of everything random
     total_timesteps: int = 500_000_000  # environment steps, all environments together (paper Table 2)
     resume: str = ""  # folder of an earlier run: go on from its checkpoint, with its arguments
@@ -93,7 +93,7 @@ class Args:
     replay_size: int = 10_000  # steps kept for each environment (paper Table 2)
     learning_starts: int = 1000  # steps in each environment before the first gradient step (paper Table 2)
     batch_size: int = 1024  # transitions in a gradient step (paper Table 2; 256 on the humanoid)
-    multiplier: float = 1.0  # gradient steps an iteration: num_envs * (episode_length - 1) * multiplier / batch_size
+    multiplier: float = 1.0  # an iteration has num_envs * (episode_length - 1) * multiplier / batch_size gradient steps
     learning_rate: float = 3e-4  # Adam learning rate of SAC and of the intrinsic-reward model (paper Tables 2 to 4)
     agent_width: int = 256  # width of the two hidden layers of actor and critics (paper Table 2)
     gamma: float = 0.99  # discount of SAC (paper Table 2)
@@ -287,8 +287,8 @@ class Batch:
     next_obs: jax.Array  # (B, state_size), meaningless where the step is terminated or truncated
     terminated: jax.Array  # (B,) 0.0 or 1.0
     truncated: jax.Array  # (B,) 0.0 or 1.0
-    time: jax.Array  # (B,) when the step was made ...
-    env: jax.Array  # (B,) ... and in which environment
+    time: jax.Array  # (B,) the step's time ...
+    env_index: jax.Array  # (B,) ... and its environment
 
     @property
     def has_next(self):  # (B,) 0.0 where the episode ended with the step: no next state, no future
@@ -298,8 +298,8 @@ class Batch:
 def replay_insert(replay, steps):
     """Write the steps of a rollout: {field: (unroll_length, N, ...)}."""
     length = len(steps["obs"])
-    at = (replay.time + jnp.arange(length)) % len(replay.obs)
-    written = {name: getattr(replay, name).at[at].set(x) for name, x in steps.items()}
+    rows = (replay.time + jnp.arange(length)) % len(replay.obs)
+    written = {name: getattr(replay, name).at[rows].set(x) for name, x in steps.items()}
     return replay.replace(**written, time=replay.time + length)
 
 
@@ -311,8 +311,8 @@ def sample_batch(key, args, replay):
     n = jax.random.randint(key_env, (args.batch_size,), 0, args.num_envs)
     row = (t % len(replay.obs), n)
     next_row = ((t + 1) % len(replay.obs), n)
-    ended = [flag[row].astype(jnp.float32) for flag in (replay.terminated, replay.truncated)]
-    return Batch(replay.obs[row], replay.action[row], replay.obs[next_row], *ended, time=t, env=n)
+    terminated, truncated = (flag[row].astype(jnp.float32) for flag in (replay.terminated, replay.truncated))
+    return Batch(replay.obs[row], replay.action[row], replay.obs[next_row], terminated, truncated, time=t, env_index=n)
 
 
 # ---------------------------------------------------------------------------------------------------- training
@@ -346,8 +346,8 @@ def collect(args, env, state):
     keys = jax.random.split(key_actions, args.unroll_length)
     (env_state, episode_step), (steps, position, length) = jax.lax.scan(step, (state.env, state.episode_step), keys)
     replay = replay_insert(state.replay, steps)
+    coverage = mark_visited(args, state.coverage, state.iteration + 1, position)
     state = state.replace(key=key, key_learn=key_learn, iteration=state.iteration + 1, env=env_state)
-    coverage = mark_visited(args, state.coverage, state.iteration, position)
     state = state.replace(episode_step=episode_step, replay=replay, coverage=coverage)
     metrics = coverage_metrics(coverage, length) | {"replay_entropy": replay_entropy(env, replay)}
     metrics["success"] = jnp.mean(at_goal(args, env, position))
@@ -428,8 +428,8 @@ SPLIT = {"env": ("envs",), "episode_step": ("envs",), "replay": (None, "envs")} 
 
 
 def shard(tree, *axes):
-    """Shard the axes named "envs" over the devices, and replicate the others. XLA does the rest: it all-reduces a batch
-    that is sampled across devices, and never all-gathers the replay."""
+    """Shard the axes named "envs" over the devices, and replicate the others. XLA does the rest: it all-reduces SAC's
+    batches, never all-gathers SAC's replay, and all-gathers PPO's rollout once an iteration."""
     if jax.device_count() == 1:
         return tree
     mesh = jax.make_mesh((jax.device_count(),), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -515,7 +515,7 @@ class Maze:  # what all mazes share
         self.is_wall = cells == "1"
         self.start = np.argwhere(cells == "r")[0] * self.cell
         self.walls = np.argwhere(cells == "1") * self.cell  # (walls, 2) centres
-        self.free = np.argwhere((cells == "0") | (cells == "g")) * self.cell  # centres of free cells but the start
+        self.targets = np.argwhere((cells == "0") | (cells == "g")) * self.cell  # where a humanoid's target can be
         self.free_cells = np.argwhere(cells != "1").tolist()
         self.far_cell = tuple(np.argwhere(cells == "g")[0])
         self.outlines = [(*(centre - self.cell / 2), self.cell, self.cell) for centre in self.walls]
@@ -660,14 +660,14 @@ class HumanoidMaze(BraxMaze):
             geom.contype = int(geom.name != "floor")
         for motor, gear in zip(spec.actuators, [350] * 11 + [100] * 6):
             motor.gear[0] = gear
-        # the goal of the authors' maze task, at a random free cell: observed (position, velocity), never rewarded
+        # the target of the authors' maze task, at a random free cell: observed, but not the goal of task_reward_coef
         target = spec.worldbody.add_body(name="target", pos=(0, 0, 1.25))
         for axis in ((1, 0, 0), (0, 1, 0)):
             target.add_joint(type=mujoco.mjtJoint.mjJNT_SLIDE, axis=axis, limited=0)
         target.add_geom(type=mujoco.mjtGeom.mjGEOM_SPHERE, size=(0.5, 0, 0), mass=1, contype=0, conaffinity=0)
 
     def reset(self, key):
-        target = jax.random.choice(key, jnp.asarray(self.free, jnp.float32))
+        target = jax.random.choice(key, jnp.asarray(self.targets, jnp.float32))
         return self.from_q(self.sys.init_q.at[:2].set(self.start).at[-2:].set(target), jnp.zeros(self.sys.qd_size()))
 
     def observe(self, physics, control):
@@ -686,6 +686,8 @@ class HumanoidMaze(BraxMaze):
         return jnp.concatenate([physics.q, physics.qd, inertias.ravel(), velocities.ravel(), torque])
 
 
+# rows are links 1-7: position in the parent (3), quarter turns about x, mass, centre of mass (3), inertia xx, yy, zz,
+# xy, xz, yz, and the joint's range
 PANDA = np.array("""
     0      0    .333  0 4.970684 .003875 .002081 -.04762 .70337 .70661 .009117 -.000139 .006772 .019169 -2.8973 2.8973
     0      0    0    -1 .646926 -.003141 -.02872 .003495 .007962 .02811 .025995 -.003925 .010254 .000704 -1.7628 1.7628
@@ -695,8 +697,6 @@ PANDA = np.array("""
     0      0    0  1 1.666555 .060149 -.014117 -.010517 .001964 .004354 .005433 .000109 -.001158 .000341 -.0175 3.7525
     .088   0    0  1 .735522 .010517 -.004252 .061597 .012516 .010027 .004815 -.000428 -.001196 -.000741 -2.8973 2.8973
 """.split(), float).reshape(7, 16)  # fmt: skip
-# links 1-7: position in the parent (3), quarter turns about x, mass, centre of mass (3), inertia xx, yy, zz, xy, xz,
-# yz, and the joint's range
 
 
 class ArmBinpick:
@@ -721,7 +721,7 @@ class ArmBinpick:
             <inertial mass="{row[4]}" pos="{text(row[5:8])}" fullinertia="{text(row[8:14])}"/>
             <joint name="joint{i}" axis="0 0 1" range="{text(row[14:])}"/>"""
             for i, row in enumerate(PANDA))  # fmt: skip
-        # the hand is rigid on link 7, turned by 45 degrees; its mass is left out, as in the recorded trajectories
+        # the hand is rigid on link 7, turned by 45 degrees, and without mass, as the authors' code loads it
         c = np.cos(np.pi / 8)
         s = np.sin(np.pi / 8)
         fingers = "".join(f"""<body pos="0 0 .1654" quat="{quat}">
@@ -759,7 +759,7 @@ class ArmBinpick:
         return self.from_q(jnp.concatenate([cube, jnp.array([0.07, 1, 0, 0, 0, *self.default_q])]), jnp.zeros(15))
 
     def step(self, state, action):
-        """Targets of joints 1, 2, 4, 6, from [-1, 1] to their ranges; a positive last action closes the gripper."""
+        """Controls of joints 1, 2, 4, 6 (4, 6 settle at 4/7, 1/2 of them); a last action > 0 closes the gripper."""
         low = np.array([0.3491, 0, -3.0718, 2.3562])
         high = np.array([2.7925, 1.48353, -0.0698, 3.7525])
         j1, j2, j4, j6 = low + (action[:4] + 1) / 2 * (high - low)
@@ -771,7 +771,7 @@ class ArmBinpick:
         hand = 8  # body of link 7, which carries the hand; 9 and 10 are the fingers
         offset = data.xpos[hand] - data.subtree_com[2]
         velocity = data.cvel[hand, 3:] + jnp.cross(data.cvel[hand, :3], offset)
-        force = 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19  # of the arm's joints, as in the recorded trajectories
+        force = 0.1 * jnp.sum(data.qfrc_actuator[6:13]) / 19  # of the arm's joints, as in the authors' code
         gripper = jnp.stack([jnp.linalg.norm(data.xpos[9] - data.xpos[10]), force])
         obs = jnp.concatenate([data.qpos[:3], data.qpos[7:14], data.xpos[hand], velocity, gripper])  # the cube first
         return EnvState(data, obs, jnp.zeros((), bool))
@@ -813,7 +813,7 @@ def start_jax(args):
             sys.stdout = open(os.devnull, "w")  # the first process speaks for all
     if not jax.config.jax_compilation_cache_dir:
         cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-        features = re.search("^(flags|Features).*|$", cpuinfo, re.M).group()
+        features = re.search(r"^(flags|Features).*|\Z", cpuinfo, re.M).group()
         cache = Path.home() / ".cache" / "ctec_jax" / f"{zlib.crc32(features.encode()):08x}"
         jax.config.update("jax_compilation_cache_dir", str(cache))
 
@@ -856,7 +856,7 @@ def load_checkpoint(path, template):
                     raise ValueError(f"{name} is {kind(array)}, not {kind(expected)}")
                 leaves.append(jnp.array(array))
     except Exception as error:  # missing, truncated and mismatched files raise different exceptions
-        fail(f"{path} is no checkpoint of this run ({error}): drop flags that change sizes, or restore the file")
+        fail(f"{path} is no checkpoint of this run ({error}): drop flags that change sizes, or start a new run")
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
@@ -893,13 +893,13 @@ class Run(contextlib.ExitStack):
         self.args = args
         self.folder = folder
         self.iteration = int(state.iteration)
-        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *(name for of in metrics for name in of)]
+        self.columns = ["iteration", "steps", "seconds", "steps_per_second", *(name for one in metrics for name in one)]
         self.picture_iterations = {round(k * args.num_iterations / 5) for k in range(1, 6)}  # the end among them
         path = folder / "metrics.csv"
         lines = path.read_text().splitlines()[: 1 + self.iteration] if path.exists() else [",".join(self.columns)]
         last = f"{self.iteration},{self.iteration * args.steps_per_iteration},"
         if lines[0] != ",".join(self.columns) or (self.iteration and not lines[-1].startswith(last)):
-            fail(f"{path} has not the columns or steps of this run: another version of this script, or other flags?")
+            fail(f"{path} lacks the columns or steps of this run: another version of this script, or other flags?")
         self.seconds = float(lines[-1].split(",")[2]) if self.iteration else 0.0
         config = dataclasses.asdict(args) | {"resume": "", "distributed": False}
         write_atomically(folder / "args.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
@@ -924,7 +924,7 @@ class Run(contextlib.ExitStack):
         self.saved = self.began = time.time()
 
     def log(self, metrics):
-        """Add a row to metrics.csv and return it. Only episode_length may be nan: then no episode ended."""
+        """Add a row to metrics.csv and return it. Only a maze's episode_length may be nan: then no episode ended."""
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         spent = time.time() - self.began
         rate = self.args.steps_per_iteration / spent
@@ -936,7 +936,7 @@ class Run(contextlib.ExitStack):
         broken = [f"{name} is {x}" for name, x in values.items() if name not in row and name != "episode_length"]
         if broken:
             self.bar.close()
-            fail(f"iteration {self.iteration}: {', '.join(broken)}; the last checkpoint stays in {self.folder}", code=1)
+            fail(f"iteration {self.iteration}: {', '.join(broken)}; a checkpoint, if any, is in {self.folder}", code=1)
         print(*(row.get(name, "") for name in self.columns), sep=",", file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(row, step=row["steps"])
@@ -974,7 +974,7 @@ def draw_places(axes, env, title, place=(), values=(), **style):
     image = np.full(high - low, np.nan)
     image[tuple((place - low).T)] = values
     extent = BIN * np.array([low[0], high[0], low[1], high[1]])
-    # over the walls, on which a humanoid can stand, and so light that these are still seen
+    # over the walls (a humanoid can stand on them), and translucent: the walls stay visible
     return axes.imshow(image.T, origin="lower", extent=extent, zorder=2, alpha=0.8, **style)
 
 
@@ -986,7 +986,7 @@ def save_coverage(args, env, folder, coverage, steps):
     visited = np.argsort(coverage, kind="stable")[: np.sum(coverage < NEVER)]
     first_visit = coverage[visited]
     size = np.array(GRID[: env.position_size])
-    place = (np.column_stack(np.unravel_index(visited, size)) + size // 2) % size - size // 2  # the one nearest to 0
+    place = (np.column_stack(np.unravel_index(visited, size)) + size // 2) % size - size // 2  # the copy nearest to 0
     write_atomically(folder / "coverage.npz", lambda file: np.savez(file, first_visit=first_visit, place=place))
     figure = Figure((7, 6), layout="constrained")
     axes = figure.add_subplot()
@@ -999,12 +999,12 @@ def save_coverage(args, env, folder, coverage, steps):
 
 # -------------------------------------------------------------------------------------------------------- main
 PRESETS = {  # what a preset changes: for one robot, or for all others
-    "paper": {"humanoid": dict(num_envs=256, batch_size=256), "all": {}},
+    "paper": {"humanoid": dict(num_envs=256, batch_size=256), "default": {}},
     "laptop": {"humanoid": dict(total_timesteps=4_000_000, num_envs=256, unroll_length=124, batch_size=256,
                                 encoder_width=256),
-               "all": dict(total_timesteps=8_000_000, num_envs=128, episode_length=1001, replay_size=2000,
-                           learning_starts=500, batch_size=256, multiplier=0.016, encoder_width=256,
-                           scale_reward=True, checkpoint_minutes=2.0)},
+               "default": dict(total_timesteps=8_000_000, num_envs=128, episode_length=1001, replay_size=2000,
+                               learning_starts=500, batch_size=256, multiplier=0.016, encoder_width=256,
+                               scale_reward=True, checkpoint_minutes=2.0)},
 }  # fmt: skip
 
 
@@ -1013,8 +1013,8 @@ def parse_args(argv=None):
     parse = functools.partial(tyro.cli, Args, args=argv, description=__doc__)
     args = parse()
     if not args.resume:
-        robots = PRESETS[args.preset]
-        return parse(default=Args(**robots.get(args.env.split("_")[0], robots["all"])))
+        sizes = PRESETS[args.preset]
+        return parse(default=Args(**sizes.get(args.env.split("_")[0], sizes["default"])))
     try:
         earlier = json.loads((Path(args.resume) / "args.json").read_text()) | {"resume": args.resume}
         default = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in earlier.items()})
@@ -1024,7 +1024,7 @@ def parse_args(argv=None):
 
 
 def check_numbers(args, may_be_zero, rules):
-    """One line and exit code 2 for an argument out of range. rules() is {"field must ...": whether it does}."""
+    """Fail at the first broken rule {"field must ...": whether it does}; rules() can rely on the rules for numbers."""
     numbers = {"seed must be below 2^32": args.seed < 2**32}
     for name, value in vars(args).items():
         if type(value) in (int, float):
@@ -1032,9 +1032,9 @@ def check_numbers(args, may_be_zero, rules):
             numbers[f"{name} must be {bound} 0 and finite"] = 0 < value < math.inf or (value == 0 and bound != "above")
         if name in ("num_envs", "batch_size"):
             numbers[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
-    broken = [rule for rule, holds in numbers.items() if not holds]
-    for rule in broken or [rule for rule, holds in rules().items() if not holds]:
-        name, words = rule.split(" ", 1)
+    broken = lambda rules: [rule for rule, holds in rules.items() if not holds]
+    if failed := broken(numbers) or broken(rules()):
+        name, words = failed[0].split(" ", 1)
         fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
 
 
@@ -1044,9 +1044,9 @@ def check_args(args, env):
     check_numbers(args, may_be_zero, lambda: {
         "gamma must be at most 1": args.gamma <= 1,
         "total_timesteps must be below 2^31": args.num_iterations * args.steps_per_iteration < 2**31,
-        "target_rate must be at most 1": args.target_rate <= 1,
+        "target_rate must be at most 1": args.target_rate <= 1, "batch_size must be at least 2": args.batch_size >= 2,
+        "learning_starts must leave an iteration to learn in": args.first_update <= args.num_iterations,
         "forward_weight must be at most 1": args.forward_weight <= 1,
-        "batch_size must be at least 2": args.batch_size >= 2,
         "multiplier must leave a gradient step for an iteration": args.gradient_steps >= 1,
         "learning_starts must be at least 2 if unroll_length is 1": rows >= 2,
         "replay_size must be above unroll_length and learning_starts": rows < args.replay_size,
@@ -1084,4 +1084,4 @@ if __name__ == "__main__":
     try:
         main(parse_args())
     except (OSError, OverflowError, MemoryError, jax.errors.JaxRuntimeError) as error:  # disk, folder or memory
-        fail(f"{error}; the last good checkpoint, if there was one, is untouched", code=1)
+        fail(f"{type(error).__name__}: {error}; the last good checkpoint, if there was one, is untouched", code=1)

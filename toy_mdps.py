@@ -777,7 +777,7 @@ def parse_args(argv=None):
 
 
 def check_numbers(args, may_be_zero, rules):
-    """One line and exit code 2 for an argument out of range. rules() is {"field must ...": whether it does}."""
+    """Fail at the first broken rule {"field must ...": whether it does}; rules() can rely on the rules for numbers."""
     numbers = {"seed must be below 2^32": args.seed < 2**32}
     for name, value in vars(args).items():
         if type(value) in (int, float):
@@ -785,9 +785,9 @@ def check_numbers(args, may_be_zero, rules):
             numbers[f"{name} must be {bound} 0 and finite"] = 0 < value < math.inf or (value == 0 and bound != "above")
         if name in ("num_envs", "batch_size"):
             numbers[f"{name} must be a multiple of the {jax.device_count()} devices"] = value % jax.device_count() == 0
-    broken = [rule for rule, holds in numbers.items() if not holds]
-    for rule in broken or [rule for rule, holds in rules().items() if not holds]:
-        name, words = rule.split(" ", 1)
+    broken = lambda rules: [rule for rule, holds in rules.items() if not holds]
+    if failed := broken(numbers) or broken(rules()):
+        name, words = failed[0].split(" ", 1)
         fail(f"--{name.replace('_', '-')} {getattr(args, name)} {words}")
 
 

@@ -33,7 +33,7 @@ def sample_rewards(args, env, state):
         key_batch, key_future = jax.random.split(key)
         batch = ctec.sample_batch(key_batch, args, replay)
         pairs = ctec.sample_futures(key_future, args, env, replay, batch)
-        remaining = replay.ends[batch.time % len(replay.obs), batch.env] - batch.time
+        remaining = replay.ends[batch.time % len(replay.obs), batch.env_index] - batch.time
         offset = ctec.truncated_geometric(key_future, remaining, args.gamma_cl)  # as in sample_futures
         reward = ctec.intrinsic_reward(state.model.params, args, pairs)
         metres = lambda a, b: jnp.linalg.norm(a[..., :2] - b[..., :2], axis=-1)

@@ -59,7 +59,7 @@ def sample_recent_batch(recent, key, args, replay):
         terminated=replay.terminated[t, n].astype(jnp.float32),
         truncated=replay.truncated[t, n].astype(jnp.float32),
         time=t,
-        env=n,
+        env_index=n,
     )
 
 
@@ -129,9 +129,9 @@ def sample_scheduled_futures(key, args, env, replay, batch):
     """As sample_futures, with gamma_cl from 0.9 in the beginning to --gamma-cl in the end."""
     done = replay.time / (args.num_iterations * args.unroll_length)
     gamma = 0.9 + (args.gamma_cl - 0.9) * done
-    remaining = replay.ends[batch.time % len(replay.obs), batch.env] - batch.time
+    remaining = replay.ends[batch.time % len(replay.obs), batch.env_index] - batch.time
     offset = ctec.truncated_geometric(key, remaining, gamma)
-    future = replay.obs[(batch.time + offset) % len(replay.obs), batch.env]
+    future = replay.obs[(batch.time + offset) % len(replay.obs), batch.env_index]
     pair = jnp.concatenate([batch.obs, batch.action], axis=-1)
     return ctec.Pairs(anchor=pair, positive=future_view(args, env, future), mask=batch.has_next)
 

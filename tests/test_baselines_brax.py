@@ -63,7 +63,7 @@ def batch_of(script, next_obs, **changes):
         terminated=jnp.zeros(rows),
         truncated=jnp.zeros(rows),
         time=jnp.zeros(rows, jnp.int32),
-        env=jnp.zeros(rows, jnp.int32),
+        env_index=jnp.zeros(rows, jnp.int32),
     )
     return batch.replace(**{name: jnp.asarray(x, jnp.float32) for name, x in changes.items()})
 

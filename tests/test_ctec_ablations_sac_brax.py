@@ -287,7 +287,7 @@ def test_a_batch_has_so_many_rows_of_each_trajectory(steps, factor):
     batch = ablations.sample_transitions(jax.random.PRNGKey(1), args, replay)
     time, env, trajectory = np.asarray(batch.obs, int).T
     np.testing.assert_array_equal(batch.time, time)
-    np.testing.assert_array_equal(batch.env, env)
+    np.testing.assert_array_equal(batch.env_index, env)
     assert len(time) == 512
     for x in (env, trajectory):  # groups of rows of one trajectory
         assert np.all(x.reshape(-1, factor) == x.reshape(-1, factor)[:, :1])
@@ -296,7 +296,7 @@ def test_a_batch_has_so_many_rows_of_each_trajectory(steps, factor):
     assert set(time) == set(stored)
     more = variant(repetition_factor=factor, batch_size=2**16)
     drawn = ablations.sample_transitions(jax.random.PRNGKey(2), more, replay)
-    frequency = np.bincount(np.asarray(drawn.time) * 3 + np.asarray(drawn.env))[3 * stored[0] :] / 2**16
+    frequency = np.bincount(np.asarray(drawn.time) * 3 + np.asarray(drawn.env_index))[3 * stored[0] :] / 2**16
     np.testing.assert_allclose(frequency, 1 / (3 * len(stored)), rtol=0.25)
 
 

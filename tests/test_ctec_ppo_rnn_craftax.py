@@ -199,6 +199,7 @@ def test_contrastive_loss_in_parts(start, temperature):
     fixed = lambda params: ctec.contrastive_loss(params, fixed_args, pairs)[0]
     at_one, _ = ctec.contrastive_loss(params | {"log_tau": jnp.zeros(())}, args, pairs)
     np.testing.assert_allclose(fixed(params), at_one, atol=1e-6)
+    assert ctec.contrastive_loss(params, fixed_args, pairs)[1]["tau"] == 1.0
     assert abs(loss - at_one) > 1e-3
     assert jax.grad(fixed)(params)["log_tau"] == 0.0
 

@@ -61,7 +61,7 @@ def test_batches_and_futures_agree_with_a_search_through_the_whole_history(steps
     assert set(t) == set(range(oldest, steps - 1))  # all that is stored but the newest, nothing that was overwritten
     assert set(n) == {0, 1, 2}
     np.testing.assert_array_equal(batch.time, t)
-    np.testing.assert_array_equal(batch.env, n)
+    np.testing.assert_array_equal(batch.env_index, n)
     np.testing.assert_array_equal(batch.action[:, 0], t)
     np.testing.assert_array_equal(batch.terminated, terminated[t, n])
     np.testing.assert_array_equal(batch.truncated, truncated[t, n])
@@ -285,7 +285,7 @@ def random_batch(rows):
         terminated=jnp.zeros(rows),
         truncated=jnp.zeros(rows),
         time=jnp.zeros(rows, int),
-        env=jnp.zeros(rows, int),
+        env_index=jnp.zeros(rows, int),
     )
 
 

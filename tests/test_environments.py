@@ -175,7 +175,7 @@ def test_thrown_robots_move_as_in_the_whole_maze(name):
     angle = rng.uniform(0, 2 * np.pi, throws)
     direction = np.stack([np.cos(angle), np.sin(angle)], axis=1)
     q = np.tile(np.asarray(env.sys.init_q), (throws, 1))
-    q[:, :2] = rng.choice(env.free, throws) + 0.2 * env.cell * direction
+    q[:, :2] = rng.choice(env.targets, throws) + 0.2 * env.cell * direction
     qd = np.zeros((throws, env.sys.qd_size()))
     qd[:, :2] = speed * direction
     actions = np.repeat(rng.uniform(-1, 1, (steps // 5, throws, env.action_size)), 5, axis=0)

@@ -234,7 +234,7 @@ def test_distance_grows_with_the_number_of_steps():
     params = encoder(args)
     model = etd.Model(params, optimizer.init(params))
     key_cell, key_action, key_learn = jax.random.split(jax.random.PRNGKey(0), 3)
-    place = jax.random.choice(key_cell, jnp.asarray([*ENV.free, ENV.start], jnp.float32), (64,))
+    place = jax.random.choice(key_cell, jnp.asarray([*ENV.targets, ENV.start], jnp.float32), (64,))
     first = jnp.concatenate([place, jnp.zeros((64, 2))], axis=1)
     action = jnp.repeat(jax.random.uniform(key_action, (32, 64, 2), minval=-1.0), 80, axis=0)  # each held for 80 steps
     step = lambda now, action: (jax.vmap(ENV.step)(now, action), now.obs)

@@ -256,8 +256,8 @@ def test_seeds(runs, monkeypatch):
     furthest = {}
     for flags in ("--seed 1", "--seed 2", "--seed 1 --deterministic", "--seed 2 --deterministic"):
         for again in range(2):
-            call(runs[0], "--episodes", 4, *flags.split())
-            furthest[flags, again] = tuple(report(runs[0])["episodes"]["furthest_m"])
+            call(runs[1], "--episodes", 4, *flags.split())
+            furthest[flags, again] = tuple(report(runs[1])["episodes"]["furthest_m"])
         assert furthest[flags, 0] == furthest[flags, 1]
     assert len(set(furthest.values())) == 4
 

@@ -41,6 +41,6 @@ def test_explores_more_than_no_bonus_and_than_random_actions():
     assert metrics["coverage"] > 1.2 * without["coverage"]
     assert metrics["coverage"] > 1.5 * random["coverage"]
     # the encoders have learned: the own future is found far more often than by chance, and they have not collapsed
-    assert metrics["accuracy"] > 4 / ctec.PRESETS["laptop"]["all"]["batch_size"]
+    assert metrics["accuracy"] > 4 / ctec.PRESETS["laptop"]["default"]["batch_size"]
     assert metrics["logits_positive"] > metrics["logits_negative"] + 0.5
     assert min(metrics["phi_variance"], metrics["psi_variance"]) > 1e-3

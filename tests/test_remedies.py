@@ -18,11 +18,11 @@ def test_transitions_are_recent_and_negatives_of_all_times():
     replay = ctec.index_trajectories(filled_replay(98, capacity=98)[0])
     batch = remedies.sample_recent_batch(20, jax.random.PRNGKey(0), ARGS, replay)
     assert set(np.asarray(batch.time)) == set(range(78, 97))
-    np.testing.assert_array_equal(batch.obs[:, :2], np.stack([batch.time, batch.env], axis=1))
+    np.testing.assert_array_equal(batch.obs[:, :2], np.stack([batch.time, batch.env_index], axis=1))
     np.testing.assert_array_equal(batch.next_obs[:, 0], batch.time + 1)
     pairs = remedies.sample_with_negatives(jax.random.PRNGKey(1), ARGS, ENV, replay, batch)
     assert set(np.asarray(pairs.negative[:, 0], int)) == set(range(98))
-    np.testing.assert_array_equal(pairs.positive[:, 1], batch.env)
+    np.testing.assert_array_equal(pairs.positive[:, 1], batch.env_index)
 
 
 @pytest.mark.parametrize("temperature", ["phi", "logits"])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -323,7 +324,8 @@ def test_what_the_machine_lacks_is_told_in_one_line_and_a_fault_is_not_hidden(mo
 
 def test_a_state_that_does_not_fit_is_refused_before_it_is_allocated(tmp_path, capsys):
     before = sum(x.nbytes for x in jax.live_arrays())
-    arguments = ["--env=point_u_maze", "--num-envs", 10**7, "--run-dir", tmp_path]
+    sizes = ["--num-envs", 10**7, "--unroll-length", 1, "--learning-starts", 2]
+    arguments = ["--env=point_u_maze", *sizes, "--run-dir", tmp_path]
     code, message = refusal(capsys, ctec, arguments)
     assert code == 2
     assert_one_line(message, "--num-envs 10000000 is too much for the memory")
@@ -440,6 +442,7 @@ BAD = {
     "negative seed": (["--seed", "-1"], "--seed -1 must be at least 0"),
     "seed of 33 bits": (["--seed", "4294967296"], "--seed 4294967296 must be below 2^32"),
     "no gradient step": (["--multiplier", "0.0001"], "--multiplier"),
+    "no iteration to learn in": (["--total-timesteps", "20000"], "--learning-starts 500 must leave an iteration"),
     "small replay": (["--replay-size", "500"], "--replay-size"),
     "steps beyond int32": (["--total-timesteps", "2147483648"], "--total-timesteps 2147483648 must be below 2^31"),
     "missing folder": (["--resume", "runs/nothing"], "runs/nothing"),
@@ -544,6 +547,7 @@ def test_the_cache_of_compiled_programs(tmp_path, monkeypatch):
     done = run(ctec, *flags(config, run_dir=tmp_path / "runs"), env=environment)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / ".cache" / "ctec_jax").iterdir()
+    assert folder.name != f"{zlib.crc32(b''):08x}"  # it is named after this CPU's features
     programs = {path.name for path in folder.iterdir() if path.name.startswith(("jit_collect", "jit_learn"))}
     assert len(programs) >= 2
     done = run(ctec, *flags(config, run_dir=tmp_path / "again"), env=environment)

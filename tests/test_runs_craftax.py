@@ -114,7 +114,7 @@ BAD = {
     "rows that do not divide": (["--contrastive-batch", "1000"], "--contrastive-batch 1000 must divide"),
     "a row without negatives": (["--contrastive-batch", "1"], "--contrastive-batch 1 must be at least 2"),
     "groups that do not divide": (["--rows-per-env", "7"], "--rows-per-env 7 must divide num_steps"),
-    "no reward": (["--intrinsic-coef", "0"], "task_reward_coef must not both be 0"),
+    "no reward": (["--intrinsic-coef", "0"], "task-reward-coef must not both be 0"),
     "missing folder": (["--resume", "runs/nothing"], "runs/nothing"),
 }
 
